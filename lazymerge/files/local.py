@@ -1,0 +1,157 @@
+"""Local files as ranges of bytes: positional reads, and descriptors that are never too many.
+
+Nothing is memory-mapped: a mapped page counts against the process until it is dropped, and a
+file that is truncated under a mapping is a bus error, where a short `preadv` is an exception
+(docs/decisions/0002-positional-reads.md has the measurements).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from lazymerge.errors import DamagedFile, SourceError
+
+
+class Source(Protocol):
+    """Where the bytes of a region are: a file, or something that can compute them."""
+
+    @property
+    def name(self) -> str:
+        """What to call it in a message."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Bytes it holds."""
+        ...
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes from `offset` on, or raise a `SourceError`."""
+        ...
+
+
+class Descriptors:
+    """Open descriptors of many files, at most `limit` of them idle: hundreds of ranks, a ulimit of 1024.
+
+    One pool serves all files of a checkpoint. Positional reads share a descriptor between threads.
+    """
+
+    def __init__(self, limit: int = 128) -> None:
+        self.limit = limit
+        self._lock = threading.Lock()
+        self._fds: OrderedDict[Path, int] = OrderedDict()  # least recently used first
+        self._users: Counter[Path] = Counter()
+
+    @contextmanager
+    def using(self, path: Path) -> Iterator[int]:
+        """A read-only descriptor of `path` for the length of the block; `OSError` if it cannot be opened."""
+        with self._lock:
+            fd = self._fds.get(path)
+            if fd is None:
+                fd = self._fds[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._fds.move_to_end(path)
+            self._users[path] += 1
+        try:
+            yield fd
+        finally:
+            with self._lock:
+                self._users[path] -= 1
+                if len(self._fds) > self.limit:
+                    self._close_idle(len(self._fds) - self.limit)
+
+    def close(self) -> None:
+        """Close every descriptor that nobody is using."""
+        with self._lock:
+            self._close_idle(len(self._fds))
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _close_idle(self, count: int) -> None:
+        for path in [path for path in self._fds if not self._users[path]][: max(count, 0)]:
+            os.close(self._fds.pop(path))
+            del self._users[path]
+
+
+class LocalFile:
+    """One regular file, read by position; safe to share between threads.
+
+    `size` (bytes) and `mtime_ns` are those of the moment when it was opened, and are what a
+    resumed run compares. Raises `SourceError` if the path is not a readable regular file.
+    """
+
+    __slots__ = ("mtime_ns", "path", "pool", "size")
+
+    def __init__(self, path: Path, pool: Descriptors | None = None) -> None:
+        try:
+            stat = os.stat(path)
+        except OSError as error:
+            raise SourceError(f"{path}: {error.strerror}", "check the path and its permissions") from None
+        if not os.path.isfile(path):
+            raise SourceError(f"{path}: not a regular file", "give a checkpoint file or folder")
+        self.path = path
+        self.pool = pool or Descriptors()
+        self.size = stat.st_size
+        self.mtime_ns = stat.st_mtime_ns
+        with self.opened():  # an unreadable file is found now, not after an hour
+            pass
+
+    def __repr__(self) -> str:
+        return f"LocalFile({str(self.path)!r}, size={self.size})"
+
+    @property
+    def name(self) -> str:
+        return str(self.path)
+
+    @contextmanager
+    def opened(self) -> Iterator[int]:
+        """A read-only descriptor of the file for the length of the block."""
+        with ExitStack() as stack:
+            try:
+                fd = stack.enter_context(self.pool.using(self.path))
+            except OSError as error:
+                raise SourceError(f"{self.path}: {error.strerror}", "check the path and its permissions") from None
+            yield fd
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes from `offset` on; `DamagedFile` if the file ends before."""
+        done = 0
+        with self.opened() as fd:
+            while done < len(buffer):
+                try:
+                    count = os.preadv(fd, [buffer[done:]], offset + done)
+                except OSError as error:
+                    raise SourceError(
+                        f"{self.path}: reading {len(buffer)} bytes at {offset}: {os.strerror(error.errno or errno.EIO)}",
+                        "the disk or network file system failed; run the same command again",
+                    ) from error
+                if count == 0:
+                    raise DamagedFile(
+                        f"{self.path}: ends at byte {offset + done}, expected {offset + len(buffer)}",
+                        "the file is truncated, or shrank while it was read; copy it again",
+                    )
+                done += count
+
+    def read(self, offset: int, size: int) -> bytes:
+        """`size` bytes from `offset` on; `DamagedFile` if the file ends before."""
+        if size < 0 or offset < 0 or offset + size > self.size:
+            raise DamagedFile(
+                f"{self.path}: bytes {offset} to {offset + size} lie outside the file of {self.size} bytes",
+                "the file is truncated or overwritten; copy it again",
+            )
+        buffer = bytearray(size)
+        self.read_into(offset, memoryview(buffer))
+        return bytes(buffer)
+
+    def forget(self, offset: int, size: int) -> None:
+        """Let the kernel drop the cached pages of a range that is done with (advice, never an error)."""
+        if hasattr(os, "posix_fadvise"):
+            with self.opened() as fd:
+                os.posix_fadvise(fd, offset, size, os.POSIX_FADV_DONTNEED)
