@@ -7,7 +7,6 @@ file that is truncated under a mapping is a bus error, where a short `preadv` is
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 from collections import Counter, OrderedDict
@@ -117,7 +116,9 @@ class LocalFile:
             try:
                 fd = stack.enter_context(self.pool.using(self.path))
             except OSError as error:
-                raise SourceError(f"{self.path}: {error.strerror}", "check the path and its permissions") from None
+                raise SourceError(
+                    f"{self.path}: {error.strerror}", "check the path and its permissions"
+                ) from None
             yield fd
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
@@ -129,7 +130,7 @@ class LocalFile:
                     count = os.preadv(fd, [buffer[done:]], offset + done)
                 except OSError as error:
                     raise SourceError(
-                        f"{self.path}: reading {len(buffer)} bytes at {offset}: {os.strerror(error.errno or errno.EIO)}",
+                        f"{self.path}: reading {len(buffer)} bytes at {offset}: {error.strerror}",
                         "the disk or network file system failed; run the same command again",
                     ) from error
                 if count == 0:

@@ -1,0 +1,276 @@
+"""The library: open a checkpoint, convert it, plan, execute, publish."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lazymerge
+from lazymerge.budget import Spending, resident, spend
+from lazymerge.checkpoint import Checkpoint, Note
+from lazymerge.conversions.dtypes import cast_to, parse_dtype
+from lazymerge.conversions.naming import select, strip_wrappers
+from lazymerge.conversions.tying import tie
+from lazymerge.errors import InconsistentCheckpoint, PlanError
+from lazymerge.execute import write_file
+from lazymerge.files.size import parse_size
+from lazymerge.fill import equal
+from lazymerge.formats.registry import OpenOptions, open_checkpoint
+from lazymerge.gather import of_region
+from lazymerge.output import Destination, claim
+from lazymerge.plan import BIN, SAFETENSORS, Plan, make_plan
+from lazymerge.report import MergeReport, OnProgress, Progress, make_report
+from lazymerge.sidecars import Sidecars, config_dtype, find_sidecars
+
+Pathlike = str | os.PathLike[str]
+Sources = Pathlike | Sequence[Pathlike]
+
+
+def open(  # noqa: A001 - `lazymerge.open` is what it does
+    src: Sources,
+    *,
+    component: str = "actor",
+    fsdp_version: int | None = None,
+    world_size: int | None = None,
+    hf_config: Pathlike | None = None,
+) -> Checkpoint:
+    """The checkpoint at `src` (a path at any level of a run, or several that belong together), unread.
+
+    A mapping of the unwrapped model's names to lazy tensors. Raises `SourceError` in its many kinds.
+    """
+    options = OpenOptions(component, fsdp_version, world_size, Path(hf_config) if hf_config else None)
+    return strip_wrappers(open_checkpoint(_paths(src), options))
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a merge can be asked for; the arguments of `merge`."""
+
+    dtype: str | None = None
+    max_shard_size: int | str = "5GB"
+    output_format: str = SAFETENSORS
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    strict: bool = False
+    check_copies: bool = True
+
+
+@dataclass(slots=True)
+class _Prepared:
+    """A merge that has been worked out and not begun."""
+
+    checkpoint: Checkpoint
+    sidecars: Sidecars
+    plan: Plan
+    dtype: str | None  # what config.json has to say, where that changes
+
+
+def merge(
+    src: Sources,
+    dst: Pathlike,
+    *,
+    max_ram: int | str | None = None,
+    dtype: str | None = None,
+    max_shard_size: int | str = "5GB",
+    output_format: str = SAFETENSORS,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    component: str = "actor",
+    fsdp_version: int | None = None,
+    world_size: int | None = None,
+    hf_config: Pathlike | None = None,
+    max_workers: int | None = None,
+    strict: bool = False,
+    check_copies: bool = True,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    on_progress: OnProgress | None = None,
+) -> MergeReport:
+    """Merge the checkpoint at `src` into a Hugging Face model in the folder `dst`.
+
+    max_ram         resident memory of the process at most, as bytes or "16GB"; the result is the same
+    dtype           cast floating-point weights ("bfloat16"); default: every tensor keeps its own
+    max_shard_size  of a safetensors file; "5GB" is 5 x 10^9 bytes
+    output_format   "safetensors", or "bin" for one pytorch_model.bin
+    include, exclude  shell patterns over tensor names
+    component       "actor" or "critic", where `src` is a run or a step of verl
+    hf_config       a folder with config.json and tokenizer, before those that `src` has
+    strict          refuse replicas that differ, rather than warn
+    check_copies    compare what several ranks hold; reads all of their bytes
+    overwrite       replace the model that is in `dst`, once the new one is complete
+    dry_run         plan only; nothing is written
+
+    Returns a `MergeReport`. Prints nothing; `on_progress` is called with `Progress` events. Raises
+    `LazymergeError`, whose two lines say what is wrong and what to do; a merge that was interrupted
+    goes on when it is called again.
+    """
+    started = time.monotonic()
+    sources, folder = _paths(src), Path(dst)
+    meter = Meter(on_progress)
+    checkpoint = open(
+        sources, component=component, fsdp_version=fsdp_version, world_size=world_size, hf_config=hf_config
+    )
+    options = Options(
+        dtype, max_shard_size, output_format, tuple(include), tuple(exclude), strict, check_copies
+    )
+    prepared = prepare(checkpoint, options, meter)
+    workers = max_workers or min(4, os.cpu_count() or 1)
+    budget = None if max_ram is None else parse_size(max_ram)
+    spending = spend(budget, workers, prepared.plan.tensors)
+    if dry_run:
+        return _report(folder, prepared, spending, started, meter, dry_run=True)
+    with claim(folder, sources, overwrite=overwrite) as destination:
+        job = _job(prepared, options, fsdp_version)
+        destination.begin(job, prepared.checkpoint.files)
+        resumed = tuple(sorted(destination.finished))
+        _write(prepared, destination, spending, meter)
+    return _report(folder, prepared, spending, started, meter, resumed=resumed)
+
+
+def prepare(checkpoint: Checkpoint, options: Options, meter: Meter) -> _Prepared:
+    """Convert and plan: everything that can be refused is refused here."""
+    if options.output_format not in {SAFETENSORS, BIN}:
+        raise PlanError(f"--output-format {options.output_format!r}", f"choose {SAFETENSORS} or {BIN}")
+    dtype = None if options.dtype is None else parse_dtype(options.dtype)
+    shard_size = parse_size(options.max_shard_size)
+    checkpoint = select(checkpoint, options.include, options.exclude)
+    sidecars = find_sidecars(checkpoint.sidecars)
+    if options.check_copies:
+        checkpoint = _compare_copies(checkpoint, options.strict, meter)
+    checkpoint = tie(checkpoint, sidecars.config)
+    named = config_dtype(sidecars.config)
+    if dtype is not None:
+        checkpoint = cast_to(checkpoint, dtype)
+    else:
+        checkpoint = _note_dtype(checkpoint, named)
+    plan = make_plan(checkpoint.gathers, output_format=options.output_format, max_shard_size=shard_size)
+    changed = dtype.name if dtype is not None and dtype.name != named else None
+    return _Prepared(checkpoint, sidecars, plan, changed)
+
+
+def _compare_copies(checkpoint: Checkpoint, strict: bool, meter: Meter) -> Checkpoint:
+    """Compare what several ranks hold; those that differ become warnings, or an error."""
+    notes: dict[str, Note] = {}
+    for copy in checkpoint.copies():
+        if copy.name in notes or copy.name not in checkpoint.gathers:
+            continue
+        meter.tell("check", 0, 0, copy.name)
+        if not equal(of_region(copy.used), of_region(copy.other)):
+            text = f"{copy.name} differs between {copy.used.source.name} and {copy.other.source.name}"
+            if strict:
+                raise InconsistentCheckpoint(text, "merge without --strict to take the first one's values")
+            notes[copy.name] = Note("warning", f"{text}; the first one's values are taken", copy.name)
+    return checkpoint.with_notes(*notes.values())
+
+
+def _note_dtype(checkpoint: Checkpoint, named: str | None) -> Checkpoint:
+    """Say so where the files hold fp32 and the config names a half type."""
+    wide = sum(g.nbytes for g in checkpoint.gathers.values() if g.dtype.name == "float32")
+    if named not in {"bfloat16", "float16"} or wide * 2 <= checkpoint.nbytes:
+        return checkpoint
+    text = (
+        f"the files hold float32 and config.json says {named}; the dtype is kept."
+        f" --dtype {named} would write {(checkpoint.nbytes - wide // 2) / 1e9:.2f} GB"
+        f" in place of {checkpoint.nbytes / 1e9:.2f} GB"
+    )
+    return checkpoint.with_notes(Note("info", text))
+
+
+def _job(prepared: _Prepared, options: Options, fsdp_version: int | None) -> dict[str, Any]:
+    """Everything that decides the bytes of the result, besides the sources."""
+    return {
+        "lazymerge": lazymerge.__version__,
+        "dtype": options.dtype,
+        "fsdp_version": fsdp_version,
+        "files": {file.name: file.size for file in prepared.plan.files},
+        "include": list(options.include),
+        "exclude": list(options.exclude),
+    }
+
+
+def _write(prepared: _Prepared, destination: Destination, spending: Spending, meter: Meter) -> None:
+    """Write what is not finished yet, and publish everything."""
+    plan, sidecars = prepared.plan, prepared.sidecars
+    todo = [file for file in plan.files if file.name not in destination.finished]
+    destination.need(sum(file.size for file in todo) + sidecars.nbytes + len(plan.index or b""))
+    total = sum(tensor.nbytes for file in todo for tensor in file.tensors)
+    for file in todo:
+        with destination.file(file.name, file.size) as target:
+            write_file(
+                file,
+                target,
+                block=spending.block,
+                workers=spending.workers,
+                on_bytes=partial(meter.add, "write", total, file.name),
+            )
+            meter.tell("finish", meter.done, total, file.name)
+    names = list(sidecars.files)
+    for name in names:
+        destination.write(name, sidecars.content(name, prepared.dtype))
+    names += [file.name for file in plan.files]
+    if plan.index_name and plan.index is not None:
+        destination.write(plan.index_name, plan.index)
+        names.append(plan.index_name)
+    destination.publish(names)
+
+
+def _report(
+    folder: Path,
+    prepared: _Prepared,
+    spending: Spending,
+    started: float,
+    meter: Meter,
+    *,
+    dry_run: bool = False,
+    resumed: tuple[str, ...] = (),
+) -> MergeReport:
+    return make_report(
+        folder,
+        prepared.checkpoint,
+        prepared.plan,
+        prepared.sidecars,
+        spending,
+        dry_run=dry_run,
+        seconds=time.monotonic() - started,
+        peak=meter.peak(),
+        resumed=resumed,
+    )
+
+
+@dataclass
+class Meter:
+    """Counts bytes and memory, and tells the caller; safe to use from several threads."""
+
+    on_progress: OnProgress | None
+    done: int = 0
+    _peak: int = 0
+    _lock: Any = field(default_factory=threading.Lock)
+
+    def add(self, stage: str, total: int, file: str, count: int) -> None:
+        """Count `count` more bytes and tell."""
+        with self._lock:
+            self.done += count
+            self.tell(stage, self.done, total, file)
+
+    def tell(self, stage: str, done: int, total: int, file: str | None) -> None:
+        """Tell where the merge is."""
+        now = resident()
+        self._peak = max(self._peak, now)
+        if self.on_progress is not None:
+            self.on_progress(Progress(stage, done, total, now, file))
+
+    def peak(self) -> int:
+        """The most resident memory that was seen, in bytes."""
+        return max(self._peak, resident())
+
+
+def _paths(src: Sources) -> list[Path]:
+    if isinstance(src, str | os.PathLike):
+        return [Path(src)]
+    return [Path(path) for path in src]

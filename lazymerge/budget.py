@@ -1,0 +1,147 @@
+"""What memory there is, and how a merge spends it.
+
+`max_ram` bounds what the operating system counts against the process: the interpreter, imports
+and buffers. What is left of it when the plan is made goes into the workers' blocks:
+
+    resident now | slack | workers x (block + scratch + what the costliest tensor computes)
+
+The result never depends on it; only the block size does.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from lazymerge.errors import BudgetError
+from lazymerge.plan import PlannedTensor
+
+DEFAULT = 2 * 10**9
+"""Bytes that a merge may take where nobody says otherwise and half the free memory is more."""
+
+LARGEST_BLOCK = 8 << 20
+SMALLEST_BLOCK = 256 << 10
+SLACK = 12 << 20
+"""Bytes for what the interpreter allocates while it works: descriptors, pieces, threads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spending:
+    """How much a merge may use: workers, and the bytes of the block that each of them moves at a time.
+
+    `peak` is the predicted resident memory of the process in bytes.
+    """
+
+    workers: int
+    block: int
+    peak: int
+
+
+def spend(max_ram: int | None, workers: int, tensors: Iterable[PlannedTensor]) -> Spending:
+    """The largest blocks (and most workers) that fit `max_ram` bytes, or the default budget.
+
+    Raises `BudgetError` with the least that works if even one worker with the smallest block does not fit.
+    """
+    budget = default_budget() if max_ram is None else max_ram
+    computed = [tensor for tensor in tensors if tensor.computed]
+    base = resident() + SLACK
+    for count in range(workers, 0, -1):
+        block = LARGEST_BLOCK
+        while block >= SMALLEST_BLOCK:
+            peak = base + count * _per_worker(block, computed)
+            if peak <= budget:
+                return Spending(count, block, peak)
+            block //= 2
+    least = base + _per_worker(SMALLEST_BLOCK, computed)
+    culprit = ""
+    if computed:
+        costliest = max(computed, key=lambda tensor: _extra(tensor, SMALLEST_BLOCK))
+        culprit = f"; {costliest.name} alone takes {_extra(costliest, SMALLEST_BLOCK) / 1e6:.0f} MB"
+    raise BudgetError(
+        f"a budget of {budget / 1e6:.0f} MB is too small: this merge takes at least {least / 1e6:.0f} MB"
+        f" ({base / 1e6:.0f} MB of them are the interpreter and the plan{culprit})",
+        f"give --max-ram {-(-least // 10**6)}MB or more",
+    )
+
+
+def _per_worker(block: int, computed: Iterable[PlannedTensor]) -> int:
+    return 2 * block + max((_extra(tensor, block) for tensor in computed), default=0)
+
+
+def _extra(tensor: PlannedTensor, block: int) -> int:
+    """Bytes beyond its block that computing a tensor takes."""
+    size = tensor.nbytes if any(source.whole for source in tensor.computed) else min(block, tensor.nbytes)
+    needed = max(source.working_set(min(size, source.size)) for source in tensor.computed)
+    return needed + max(0, size - block)
+
+
+def default_budget() -> int:
+    """The smaller of 2 GB and half of what the machine, its cgroup or its Slurm job has free, in bytes."""
+    return min(DEFAULT, available() // 2 + resident())
+
+
+def available() -> int:
+    """Bytes that this process could still take: the least that the machine and every limit on it leave."""
+    return max(0, min([psutil.virtual_memory().available, *_limits()]))
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory now, mapped pages included."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def _limits() -> Iterator[int]:
+    mine = resident()
+    yield from cgroup_free(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    per_node = os.environ.get("SLURM_MEM_PER_NODE", "")
+    if per_node.isdigit() and int(per_node):
+        yield int(per_node) * 2**20 - mine
+    per_cpu, cpus = os.environ.get("SLURM_MEM_PER_CPU", ""), os.environ.get("SLURM_CPUS_ON_NODE", "")
+    if per_cpu.isdigit() and cpus.isdigit() and int(per_cpu) and int(cpus):
+        yield int(per_cpu) * int(cpus) * 2**20 - mine
+    for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
+        soft, _ = resource.getrlimit(kind)
+        if soft != resource.RLIM_INFINITY:
+            yield soft - mine
+
+
+def cgroup_free(membership: Path, root: Path) -> Iterator[int]:
+    """Bytes free under the limit of every memory cgroup above this process, versions 1 and 2.
+
+    `membership` lists the process's groups as /proc/self/cgroup does; `root` is where they are mounted.
+    """
+    for line in _read(membership).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            folder, names = root, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            folder = root / "memory"
+        else:
+            continue
+        group = folder / path.strip("/")
+        while True:
+            yield from _group_free(group, *names)
+            if group == folder or folder not in group.parents:
+                break
+            group = group.parent
+
+
+def _group_free(group: Path, limit_name: str, used_name: str, cache_name: str) -> Iterator[int]:
+    limit, used = _read(group / limit_name).strip(), _read(group / used_name).strip()
+    if not limit.isdigit() or not used.isdigit() or int(limit) >= 1 << 60:  # "max", or version 1's no limit
+        return
+    statistics = dict(line.split() for line in _read(group / "memory.stat").splitlines() if " " in line)
+    yield int(limit) - int(used) + int(statistics.get(cache_name, "0"))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

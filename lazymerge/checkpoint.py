@@ -1,0 +1,114 @@
+"""A checkpoint: names of tensors that have not been read, and what is known about them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from lazymerge.files.local import LocalFile
+from lazymerge.files.region import Region
+from lazymerge.gather import Gather
+
+if TYPE_CHECKING:  # torch takes a second to import, and most merges do not need it
+    from lazymerge.tensor import LazyTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Who wrote the checkpoint: how many ranks, which of them are here, on which mesh."""
+
+    world_size: int = 1
+    ranks: tuple[int, ...] = (0,)
+    mesh: tuple[tuple[str, int], ...] = ()
+
+    def __str__(self) -> str:
+        axes = " x ".join(f"{name}={size}" for name, size in self.mesh)
+        ranks = f"{self.world_size} rank{'s' if self.world_size != 1 else ''}"
+        return f"{ranks} ({axes})" if axes else ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something that the user should know: `level` is "info" or "warning", `tensor` what it is about."""
+
+    level: str
+    text: str
+    tensor: str | None = None
+
+
+class Copy(NamedTuple):
+    """Two regions that should hold the same bytes: the one that is used and another rank's."""
+
+    name: str
+    used: Region
+    other: Region
+
+
+def _no_copies() -> Iterator[Copy]:
+    return iter(())
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint(Mapping[str, "LazyTensor"]):
+    """A mapping of names to lazy tensors; conversions make new ones from it with `with_gathers`.
+
+    gathers     name -> gather, in the order of the checkpoint; what the mapping is made of
+    format      the name of the format that opened it
+    sidecars    folders that may hold config.json, the tokenizer and their kin, the best first
+    left_out    what of the source is not among the gathers -> why
+    copies      makes the pairs of regions that should be equal (replicas); read only when asked
+    files       the files that were opened; a resumed merge checks that they are still the same
+    """
+
+    gathers: dict[str, Gather]
+    format: str
+    topology: Topology = Topology()
+    sidecars: tuple[Path, ...] = ()
+    notes: tuple[Note, ...] = ()
+    left_out: dict[str, str] = field(default_factory=dict)
+    copies: Callable[[], Iterator[Copy]] = _no_copies
+    files: tuple[LocalFile, ...] = ()
+
+    def __getitem__(self, name: str) -> LazyTensor:
+        from lazymerge.tensor import LazyTensor
+
+        return LazyTensor(self.gathers[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.gathers)
+
+    def __len__(self) -> int:
+        return len(self.gathers)
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint {self.format}, {len(self)} tensors, {self.nbytes:,} bytes, {self.topology}>"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors together."""
+        return sum(gather.nbytes for gather in self.gathers.values())
+
+    def with_gathers(
+        self,
+        gathers: dict[str, Gather],
+        *notes: Note,
+        left_out: Mapping[str, str] | None = None,
+    ) -> Checkpoint:
+        """The same checkpoint with other tensors; `notes` and `left_out` are added to what it has."""
+        return replace(
+            self,
+            gathers=gathers,
+            notes=(*self.notes, *notes),
+            left_out={**self.left_out, **(left_out or {})},
+        )
+
+    def with_notes(self, *notes: Note) -> Checkpoint:
+        """The same checkpoint with more notes."""
+        return replace(self, notes=(*self.notes, *notes))
+
+    def with_sidecars(self, *folders: Path) -> Checkpoint:
+        """The same checkpoint with more folders to look for sidecars in, after those that it has."""
+        more = [folder for folder in folders if folder.is_dir() and folder not in self.sidecars]
+        return replace(self, sidecars=(*self.sidecars, *more))

@@ -1,0 +1,348 @@
+"""Deferred computations: tensors that are the result of arithmetic over gathers, block by block.
+
+A `Computed` is a source of bytes like a file: a gather's region can lie in it, and so what was
+computed can be sliced, transposed and concatenated like what was read. It is data (the name of
+an ATen operator, its operands as gathers, its other arguments), so a plan can carry it.
+
+How much of the operands a window of the result needs:
+
+    elementwise    the same window, cut where an operand is broadcast
+    rows           the same rows of the first operand, all of the others; in blocks of a fixed
+                   size, since a matrix product or a sum may round differently in other blocks
+                   and the result may not depend on the budget
+    whole          everything: the operator does not go by rows
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lazymerge.errors import PlanError
+from lazymerge.files.dtype import DTYPES, DType
+from lazymerge.files.region import Region, contiguous_strides
+from lazymerge.fill import fill, windows
+from lazymerge.gather import (
+    Box,
+    Computation,
+    Constant,
+    Gather,
+    Piece,
+    Shape,
+    Shards,
+    boxes_of_run,
+    computations,
+    of_region,
+)
+
+SCRATCH = 1 << 20
+"""Bytes of scratch for reading the pieces of an operand."""
+
+_ROWS_BLOCK = 4 << 20
+"""Bytes of result that an operator by rows computes at a time, whatever the budget."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """Stands in a computation's arguments for its operand of that number."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """An operator that can be deferred: ATen's name for it, and whether a window needs only a window."""
+
+    name: str
+    by: Callable[[Computed], str]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        result = _aten(self.name)(*args, **kwargs)
+        assert isinstance(result, torch.Tensor)
+        return result
+
+
+@functools.cache
+def _aten(name: str) -> Any:
+    packet, overload = name.split(".")
+    return getattr(getattr(torch.ops.aten, packet), overload)
+
+
+def _elementwise(_: Computed) -> str:
+    return "elementwise"
+
+
+def _rows(_: Computed) -> str:
+    return "rows"
+
+
+def _rows_unless_reduced(computed: Computed) -> str:
+    """By rows where the first dimension is not among those that are reduced."""
+    at = 2 if computed.op == "linalg_vector_norm.default" else 1
+    dims = computed.args[at] if len(computed.args) > at else computed.kwargs.get("dim")
+    rank = len(computed.operands[0].shape)
+    dims = [dims] if isinstance(dims, int) else dims
+    if not dims or 0 in [dim % rank for dim in dims] or not computed.shape:
+        return "whole"
+    return "rows"
+
+
+OPERATORS = {
+    name: Operator(name, by)
+    for by, names in {
+        _elementwise: "_to_copy.default add.Tensor sub.Tensor mul.Tensor div.Tensor neg.default rsub.Scalar",
+        _rows: "mm.default bmm.default mv.default",
+        _rows_unless_reduced: "sum.dim_IntList linalg_vector_norm.default",
+        (lambda _: "whole"): "sum.default",
+    }.items()
+    for name in names.split()
+}
+"""What can be deferred, by ATen name."""
+
+
+class Computed:
+    """The result of one operator over gathers, as a source of row-major bytes.
+
+    `args` and `kwargs` are the operator's, with an `Operand` for each tensor. `size` is in bytes.
+    """
+
+    __slots__ = ("args", "by", "checked", "dtype", "kwargs", "op", "operands", "shape")
+
+    def __init__(
+        self,
+        op: str,
+        operands: tuple[Gather, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        shape: Shape,
+        dtype: DType,
+        checked: str | None = None,
+    ) -> None:
+        self.op = op
+        self.operands = operands
+        self.args = args
+        self.kwargs = kwargs
+        self.shape = shape
+        self.dtype = dtype
+        self.checked = checked  # the tensor to name if a finite value overflows
+        self.by = OPERATORS[op].by(self)
+
+    @property
+    def name(self) -> str:
+        return f"computed by {self.op}"
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def whole(self) -> bool:
+        return self.by == "whole" or any(source.whole for source in self._inner())
+
+    @property
+    def reads(self) -> int:
+        return sum(_reads(operand) for operand in self.operands)
+
+    def _inner(self) -> list[Computation]:
+        return [source for operand in self.operands for source in computations(operand.pieces())]
+
+    def gather(self) -> Gather:
+        """The whole result as a gather."""
+        return of_region(Region(self, 0, self.dtype, self.shape, contiguous_strides(self.shape)))
+
+    def working_set(self, nbytes: int) -> int:
+        """Bytes that computing `nbytes` of the result takes at most, the result and scratch included."""
+        if self.by == "whole":
+            return self.size + sum(_held(operand, operand.nbytes) for operand in self.operands)
+        if self.by == "elementwise":
+            share = nbytes / self.dtype.itemsize
+            parts = [
+                min(operand.nbytes, math.ceil(share * operand.dtype.itemsize)) for operand in self.operands
+            ]
+        else:
+            row = max(1, self.size // max(1, self.shape[0]))
+            nbytes = max(row, _ROWS_BLOCK)
+            share = nbytes / row
+            first = self.operands[0]
+            parts = [math.ceil(share * first.nbytes / max(1, first.shape[0]))]
+            parts += [self._share(operand, share) for operand in self.operands[1:]]
+        return nbytes + sum(_held(o, part) for o, part in zip(self.operands, parts, strict=True))
+
+    def _share(self, operand: Gather, rows: float) -> int:
+        """Bytes of a further operand that `rows` rows of the result need."""
+        if self.op.startswith("bmm"):
+            return math.ceil(rows * operand.nbytes / max(1, operand.shape[0]))
+        return operand.nbytes
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the result's bytes from `offset` on."""
+        itemsize = self.dtype.itemsize
+        first, last = offset // itemsize, -(-(offset + len(buffer)) // itemsize)
+        done = -(offset % itemsize)
+        for box in boxes_of_run(first, last - first, self.shape):
+            for raw in self._blocks(box):
+                low, high = max(0, done), min(len(buffer), done + len(raw))
+                buffer[low:high] = raw[low - done : high - done]
+                done += len(raw)
+
+    def _blocks(self, box: Box) -> Iterator[memoryview]:
+        """The bytes of a box that is one run, computed in as many steps as the operator wants."""
+        if self.by == "elementwise":
+            yield raw_bytes(self._evaluate([self._same_window(operand, box) for operand in self.operands]))
+        elif self.by == "whole":
+            result = self._evaluate([Box.whole(operand.shape) for operand in self.operands])
+            yield raw_bytes(result[box.slices])
+        else:
+            yield from self._row_blocks(box)
+
+    def _row_blocks(self, box: Box) -> Iterator[memoryview]:
+        row = max(1, self.size // self.shape[0])
+        grain = max(1, _ROWS_BLOCK // row)
+        first, last = box.start[0], box.start[0] + box.shape[0]
+        for at in range(first - first % grain, last, grain):
+            size = min(grain, self.shape[0] - at)
+            result = self._evaluate([self._rows_window(i, at, size) for i in range(len(self.operands))])
+            low, high = max(first, at), min(last, at + size)
+            yield raw_bytes(result[(slice(low - at, high - at), *box.slices[1:])])
+
+    def _same_window(self, operand: Gather, box: Box) -> Box:
+        """The part of an elementwise operand that the box needs: dimensions of size 1 are broadcast."""
+        skip = len(box.shape) - len(operand.shape)
+        start = tuple(0 if n == 1 else at for at, n in zip(box.start[skip:], operand.shape, strict=True))
+        shape = tuple(1 if n == 1 else k for k, n in zip(box.shape[skip:], operand.shape, strict=True))
+        return Box(start, shape)
+
+    def _rows_window(self, index: int, at: int, size: int) -> Box:
+        shape = self.operands[index].shape
+        if index == 0 or self.op.startswith("bmm"):
+            return Box((at, *(0,) * (len(shape) - 1)), (size, *shape[1:]))
+        return Box.whole(shape)
+
+    def _evaluate(self, needed: list[Box]) -> torch.Tensor:
+        blocks = [read(operand, box) for operand, box in zip(self.operands, needed, strict=True)]
+        args = [blocks[arg.index] if isinstance(arg, Operand) else arg for arg in self.args]
+        result = OPERATORS[self.op](*args, **self.kwargs)
+        if self.checked is not None and bool(torch.isinf(result).any()):
+            self._refuse_overflow(blocks[0], result)
+        return result
+
+    def _refuse_overflow(self, block: torch.Tensor, result: torch.Tensor) -> None:
+        overflown = block[torch.isinf(result) & torch.isfinite(block)]
+        if overflown.numel():
+            raise PlanError(
+                f"{self.checked}: {overflown.numel()} of its values, such as {overflown[0]:g},"
+                f" do not fit {self.dtype}",
+                "choose --dtype bfloat16, or keep the dtype",
+            )
+
+
+def _held(operand: Gather, nbytes: int) -> int:
+    """Bytes in memory while `nbytes` of an operand are read: they, scratch, and what computes them."""
+    return nbytes + min(SCRATCH, nbytes) + working_set(operand, nbytes)
+
+
+def _reads(operand: Gather) -> int:
+    computed = computations(operand.pieces())
+    return sum(source.reads for source in computed) if computed else operand.nbytes
+
+
+def working_set(gather: Gather, nbytes: int) -> int:
+    """Bytes beyond a block's own that producing `nbytes` of the gather takes: 0 for mere files."""
+    sources = computations(gather.pieces())
+    return max((source.working_set(min(nbytes, source.size)) for source in sources), default=0)
+
+
+class Memory:
+    """A tensor that is in memory already, as a source."""
+
+    __slots__ = ("_bytes", "size")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._bytes = raw_bytes(tensor.detach())
+        self.size = len(self._bytes)
+
+    @property
+    def name(self) -> str:
+        return "a tensor in memory"
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        buffer[:] = self._bytes[offset : offset + len(buffer)]
+
+
+def in_memory(tensor: torch.Tensor) -> Gather:
+    """A gather over a tensor that is in memory already."""
+    shape = tuple(tensor.shape)
+    source = Memory(tensor)
+    piece = Piece(
+        (0,) * len(shape), Region(source, 0, dtype_of(tensor.dtype), shape, contiguous_strides(shape))
+    )
+    return Shards(shape, piece.region.dtype, Constant([piece]))
+
+
+def read(gather: Gather, window: Box | None = None) -> torch.Tensor:
+    """A window of a gather (default: all of it) as a new contiguous tensor of the window's shape."""
+    window = window or Box.whole(gather.shape)
+    dtype = torch_dtype(gather.dtype)
+    raw = torch.empty(window.numel * gather.dtype.itemsize, dtype=torch.uint8)
+    fill(gather, window, raw.numpy().data, SCRATCH)
+    return raw.view(dtype).view(window.shape)
+
+
+def read_blocks(gather: Gather, max_bytes: int) -> Iterator[tuple[Box, torch.Tensor]]:
+    """The gather in windows of at most `max_bytes`, in row-major order, each with its elements."""
+    for window in windows(gather.shape, gather.dtype.itemsize, max_bytes):
+        yield window, read(gather, window)
+
+
+def cast(gather: Gather, dtype: DType, name: str | None = None) -> Gather:
+    """The gather's elements in another dtype, rounded as torch rounds them.
+
+    With a `name`, reading it raises `PlanError` where a finite value of the tensor becomes infinite.
+    """
+    if gather.dtype is dtype:
+        return gather
+    kwargs = {"dtype": torch_dtype(dtype)}
+    computed = Computed("_to_copy.default", (gather,), (Operand(0),), kwargs, gather.shape, dtype, name)
+    return computed.gather()
+
+
+def total(parts: Sequence[Gather], *, average: bool = False) -> Gather:
+    """The elementwise sum (or average) of gathers of one shape and dtype, in their order.
+
+    Half types are added in fp32 and rounded once at the end.
+    """
+    dtype = parts[0].dtype
+    wide = DTYPES["float32"] if dtype.name in {"float16", "bfloat16"} else dtype
+    result = cast(parts[0], wide)
+    for part in parts[1:]:
+        result = _binary("add.Tensor", result, cast(part, wide))
+    if average:
+        result = _binary("div.Tensor", result, in_memory(torch.tensor(len(parts), dtype=torch_dtype(wide))))
+    return cast(result, dtype)
+
+
+def _binary(op: str, one: Gather, other: Gather) -> Gather:
+    return Computed(op, (one, other), (Operand(0), Operand(1)), {}, one.shape, one.dtype).gather()
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """The elements of a tensor in row-major order as bytes; shared where it is contiguous."""
+    flat = tensor.contiguous().view(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+
+
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """torch's own element type of that name."""
+    found = getattr(torch, dtype.name)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def dtype_of(dtype: torch.dtype) -> DType:
+    """The element type by torch's name for it."""
+    return DTYPES[str(dtype).removeprefix("torch.")]

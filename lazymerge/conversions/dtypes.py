@@ -1,0 +1,40 @@
+"""Casts that the user asks for: floating-point weights only, and not those that have to stay fp32."""
+
+from __future__ import annotations
+
+from lazymerge.checkpoint import Checkpoint, Note
+from lazymerge.errors import PlanError
+from lazymerge.files.dtype import DTYPES, DType
+
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+_ALIASES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
+
+KEPT = ("e_score_correction_bias", "expert_bias")
+"""Router biases: hub models keep them in fp32, and a rounded one routes tokens elsewhere."""
+
+
+def parse_dtype(name: str) -> DType:
+    """The floating-point type of that name ("bf16", "torch.float32", ...); `PlanError` for any other."""
+    plain = name.lower().removeprefix("torch.")
+    plain = _ALIASES.get(plain, plain)
+    if plain not in FLOATS:
+        raise PlanError(f"--dtype {name!r} is not a type to cast to", f"choose one of {', '.join(FLOATS)}")
+    return DTYPES[plain]
+
+
+def cast_to(checkpoint: Checkpoint, dtype: DType) -> Checkpoint:
+    """The checkpoint with its floating-point tensors in `dtype`; the others as they are."""
+    from lazymerge.compute import cast
+
+    gathers, kept = {}, []
+    for name, gather in checkpoint.gathers.items():
+        floating = gather.dtype.name in FLOATS
+        if floating and name.rpartition(".")[2] in KEPT and dtype.itemsize < gather.dtype.itemsize:
+            kept.append(name)
+        elif floating:
+            gather = cast(gather, dtype, name)
+        gathers[name] = gather
+    notes = (
+        [Note("info", f"{len(kept)} router biases stay as they are, for example {kept[0]}")] if kept else []
+    )
+    return checkpoint.with_gathers(gathers, *notes)

@@ -1,0 +1,94 @@
+"""Tied embeddings: one tensor under two names, written the way that a loader expects it.
+
+config says tied, both are there and equal    the output head is left out; the loader ties it
+config says tied, both are there and differ   both are written, with a warning
+config says tied, only the head is there      it is written under the embedding's name
+config does not say tied                      what is there is written
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from lazymerge.checkpoint import Checkpoint, Note
+from lazymerge.errors import PlanError
+from lazymerge.fill import equal
+from lazymerge.gather import Gather
+
+HEADS = ("lm_head.weight", "embed_out.weight")
+EMBEDDINGS = (
+    "embed_tokens.weight",
+    "wte.weight",
+    "embed_in.weight",
+    "word_embeddings.weight",
+    "shared.weight",
+)
+
+
+def tie(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> Checkpoint:
+    """The checkpoint with tied tensors as a loader of `config` expects them.
+
+    Reads the two tensors, if both are there and are not the same bytes of a file anyway.
+    """
+    gathers = checkpoint.gathers
+    head = next((name for name in gathers if _ends_with(name, HEADS)), None)
+    if head is None or tied_by_config(config) is not True:
+        return checkpoint
+    embeddings = [name for name in gathers if _ends_with(name, EMBEDDINGS)]
+    if not embeddings:
+        return _renamed(checkpoint, head, config or {})
+    for name in embeddings:
+        if _same(gathers[name], gathers[head]):
+            kept = {other: gather for other, gather in gathers.items() if other != head}
+            return checkpoint.with_gathers(
+                kept, left_out={head: f"tied to {name}, which holds the same values"}
+            )
+    text = f"config.json ties {head} to {embeddings[0]}, but their values differ: both are written"
+    return checkpoint.with_gathers(gathers, Note("warning", text, head))
+
+
+def tied_by_config(config: Mapping[str, Any] | None) -> bool | None:
+    """What a config says of ``tie_word_embeddings``, in itself or else in a sub-config; None: nothing."""
+    config = config or {}
+    flag = config.get("tie_word_embeddings")
+    if isinstance(flag, bool):
+        return flag
+    for key in ("text_config", "llm_config", "language_config", "decoder"):
+        inner = config.get(key)
+        if isinstance(inner, dict) and isinstance(inner.get("tie_word_embeddings"), bool):
+            return bool(inner["tie_word_embeddings"])
+    return None
+
+
+def _ends_with(name: str, endings: tuple[str, ...]) -> bool:
+    return any(name == ending or name.endswith(f".{ending}") for ending in endings)
+
+
+def _same(one: Gather, other: Gather) -> bool:
+    return one.shape == other.shape and one.dtype is other.dtype and equal(one, other)
+
+
+def _renamed(checkpoint: Checkpoint, head: str, config: Mapping[str, Any]) -> Checkpoint:
+    """The head under the name of the embedding that it is tied to: a loader fills the head from there."""
+    target = _embedding_of(head, config)
+    gathers = {target if name == head else name: gather for name, gather in checkpoint.gathers.items()}
+    note = Note("info", f"{head} is written as {target}, from which the loader ties it", head)
+    return checkpoint.with_gathers(gathers, note)
+
+
+def _embedding_of(head: str, config: Mapping[str, Any]) -> str:
+    """The embedding's name, from the class that config.json names (the class is never instantiated)."""
+    architectures = config.get("architectures")
+    name = architectures[0] if isinstance(architectures, list) and architectures else None
+    keys = None
+    if isinstance(name, str) and name.isidentifier():
+        transformers = importlib.import_module("transformers")
+        keys = getattr(getattr(transformers, name, None), "_tied_weights_keys", None)
+    if isinstance(keys, dict) and isinstance(keys.get(head), str):
+        return str(keys[head])
+    raise PlanError(
+        f"{head}: config.json ties it to an embedding that is not here, and {name} does not say to which",
+        "set tie_word_embeddings to false in the config, or add the embedding",
+    )

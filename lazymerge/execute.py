@@ -1,0 +1,250 @@
+"""Execution: the bytes of one output file of a plan, moved within a budget.
+
+    runs of at least 64 KiB on both sides    the kernel copies them: no byte enters the process
+    everything else                          block by block through a buffer
+
+Which of the two applies is decided for each group of rows that pieces share; neighbouring runs are
+joined. Workers are threads that take steps from one queue: every step writes its own range of the
+file, so that their number and order change nothing in the result.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from lazymerge.files.copying import Copier, start_writeback, write_all
+from lazymerge.files.local import LocalFile
+from lazymerge.files.region import contiguous_strides
+from lazymerge.fill import fill, windows
+from lazymerge.gather import Box, Piece, Shape
+from lazymerge.plan import OutputFile, PlannedTensor
+
+SMALLEST_RUN = 64 << 10
+"""Bytes from which on a run goes through the kernel; below, a call costs more than a copy."""
+
+LARGEST_COPY = 64 << 20
+"""Bytes that one step copies, so that workers share a large tensor and progress moves."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRun:
+    """`size` bytes that stand in one run at `source_at` of a file and at `at` of the output."""
+
+    source: LocalFile
+    source_at: int
+    at: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class FillBlock:
+    """A window of a tensor, one run of the output, that is put together in a buffer and written at `at`."""
+
+    tensor: PlannedTensor
+    window: Box
+    at: int
+    size: int
+
+
+Step = CopyRun | FillBlock
+
+
+def write_tensors(
+    file: OutputFile, target: int, *, block: int, workers: int, on_bytes: Callable[[int], None]
+) -> None:
+    """Write the tensors of `file` to the descriptor `target`, which has the file's size already.
+
+    `block` is the size of a worker's buffer in bytes. `on_bytes` is called, from any worker, with the
+    number of bytes that a step has written. The first error of any worker ends all of them and is raised.
+    """
+    queue = _Queue(_joined(step for tensor in file.tensors for step in steps(tensor, block)))
+    copier = Copier(target, file.name)
+    threads = [
+        threading.Thread(target=_work, args=(queue, copier, block, on_bytes), daemon=True)
+        for _ in range(workers - 1)
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        _work(queue, copier, block, on_bytes)
+    except BaseException as error:  # an interrupt reaches this thread only
+        queue.fail(error)
+    for thread in threads:
+        thread.join()
+    if queue.error is not None:
+        raise queue.error
+
+
+def _work(queue: _Queue, copier: Copier, block: int, on_bytes: Callable[[int], None]) -> None:
+    """Take steps until there are none, or until one of them fails."""
+    buffer = bytearray()
+    while (step := queue.take()) is not None:
+        try:
+            if isinstance(step, CopyRun):
+                copier.copy(step.source, step.source_at, step.at, step.size)
+                step.source.forget(step.source_at, step.size)
+            else:
+                if len(buffer) < step.size:
+                    buffer = bytearray(step.size)
+                with memoryview(buffer)[: step.size] as view:
+                    fill(step.tensor.gather, step.window, view, block)
+                    write_all(copier.target, copier.name, view, step.at)
+            start_writeback(copier.target, step.at, step.size)
+            on_bytes(step.size)
+        except Exception as error:
+            queue.fail(error)
+
+
+def write_file(
+    file: OutputFile, target: int, *, block: int, workers: int, on_bytes: Callable[[int], None]
+) -> None:
+    """Write all of an output file: its tensors as `write_tensors` does, and the headers around them."""
+    if file.archive is None:
+        write_all(target, file.name, memoryview(file.header), 0)
+    write_tensors(file, target, block=block, workers=workers, on_bytes=on_bytes)
+    if file.archive is not None:
+        checksums = [_checksum(target, tensor, block) for tensor in file.tensors]
+        for at, content in file.archive.seal(checksums):
+            write_all(target, file.name, memoryview(content), at)
+
+
+def _checksum(target: int, tensor: PlannedTensor, block: int) -> int:
+    """The CRC-32 of a tensor's bytes, read back from the output: most never were in the process."""
+    crc = 0
+    for at in range(0, tensor.nbytes, block):
+        crc = zlib.crc32(os.pread(target, min(block, tensor.nbytes - at), tensor.offset + at), crc)
+    return crc
+
+
+class _Queue:
+    """An iterator that threads share, until something fails."""
+
+    def __init__(self, steps: Iterator[Step]) -> None:
+        self.error: BaseException | None = None
+        self._steps = steps
+        self._lock = threading.Lock()
+
+    def take(self) -> Step | None:
+        """The next step; None if there is none or something has failed."""
+        with self._lock:
+            return None if self.error is not None else next(self._steps, None)
+
+    def fail(self, error: BaseException) -> None:
+        """Give no more steps; the first error is kept."""
+        with self._lock:
+            self.error = self.error or error
+
+
+def steps(tensor: PlannedTensor, block: int) -> Iterator[Step]:
+    """What has to be done for one tensor, in the order of the output."""
+    gather = tensor.gather
+    if any(source.whole for source in tensor.computed):
+        yield from _blocks(tensor, 0, gather.shape, gather.nbytes)
+    elif gather.nbytes < SMALLEST_RUN:
+        yield from _blocks(tensor, 0, gather.shape, block)
+    else:
+        for first, last, pieces in _groups(gather.pieces()):
+            runs = [_runs(piece, tensor) for piece in pieces]
+            if all(runs):
+                yield from sorted((run for found in runs for run in found), key=lambda run: run.at)
+            else:
+                yield from _blocks(tensor, first, (last - first, *gather.shape[1:]), block)
+
+
+def _groups(pieces: Iterable[Piece]) -> Iterator[tuple[int, int, list[Piece]]]:
+    """(first row, row after the last, pieces) of the groups of pieces that share rows, in order."""
+    group: list[Piece] = []
+    first = last = 0
+    for piece in sorted(pieces, key=lambda piece: piece.start[0]):
+        low, high = piece.start[0], piece.start[0] + piece.region.shape[0]
+        if low == high or 0 in piece.region.shape:
+            continue
+        if group and low >= last:
+            yield first, last, group
+            group = []
+        if not group:
+            first = low
+        group.append(piece)
+        last = max(last, high) if len(group) > 1 else high
+    if group:
+        yield first, last, group
+
+
+def _runs(piece: Piece, tensor: PlannedTensor) -> list[CopyRun]:
+    """The piece as runs of a file that are worth a call of the kernel; none if it is not made of such."""
+    region, shape, itemsize = piece.region, tensor.gather.shape, tensor.dtype.itemsize
+    if not isinstance(region.source, LocalFile):
+        return []
+    size, dim = 1, len(shape)  # dimensions from `dim` on are one run on both sides
+    while dim and (region.shape[dim - 1] == 1 or region.strides[dim - 1] == size):
+        dim -= 1
+        size *= region.shape[dim]
+        if region.shape[dim] != shape[dim]:
+            break
+    if size * itemsize < SMALLEST_RUN:
+        return []
+    steps = contiguous_strides(shape)
+    start = sum(at * step for at, step in zip(piece.start, steps, strict=True))
+    runs = []
+    for index in product(*(range(n) for n in region.shape[:dim])):
+        there = sum(i * stride for i, stride in zip(index, region.strides, strict=False))
+        here = start + sum(i * step for i, step in zip(index, steps, strict=False))
+        runs.append(
+            CopyRun(
+                region.source,
+                region.offset + there * itemsize,
+                tensor.offset + here * itemsize,
+                size * itemsize,
+            )
+        )
+    return runs
+
+
+def _blocks(tensor: PlannedTensor, first: int, shape: Shape, limit: int) -> Iterator[FillBlock]:
+    """The rows from `first` on as blocks of at most `limit` bytes (or one element)."""
+    itemsize = tensor.dtype.itemsize
+    at = tensor.offset + first * (contiguous_strides(tensor.gather.shape)[0] if shape else 0) * itemsize
+    for start, size in windows(shape, itemsize, limit):
+        window = Box((start[0] + first, *start[1:]) if start else start, size)
+        nbytes = window.numel * itemsize
+        if nbytes:
+            yield FillBlock(tensor, window, at, nbytes)
+        at += nbytes
+
+
+def _joined(steps: Iterable[Step]) -> Iterator[Step]:
+    """The steps with runs that follow each other on both sides joined, and long ones cut."""
+    run: CopyRun | None = None
+    for step in steps:
+        if isinstance(step, FillBlock):
+            if run is not None:
+                yield from _cut(run)
+                run = None
+            yield step
+        elif run is not None and _follows(run, step):
+            run = CopyRun(run.source, run.source_at, run.at, run.size + step.size)
+        else:
+            if run is not None:
+                yield from _cut(run)
+            run = step
+    if run is not None:
+        yield from _cut(run)
+
+
+def _follows(run: CopyRun, after: CopyRun) -> bool:
+    return (
+        run.source is after.source
+        and run.source_at + run.size == after.source_at
+        and run.at + run.size == after.at
+    )
+
+
+def _cut(run: CopyRun) -> Iterator[CopyRun]:
+    for done in range(0, run.size, LARGEST_COPY):
+        size = min(LARGEST_COPY, run.size - done)
+        yield CopyRun(run.source, run.source_at + done, run.at + done, size)

@@ -1,0 +1,27 @@
+"""Sizes as people write them."""
+
+from __future__ import annotations
+
+import re
+
+from lazymerge.errors import PlanError
+
+_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes of a size as people write it: 123, "5GB" (10^9), "512MiB" (2^20), "1.5 GB".
+
+    Raises `PlanError` for anything else, and for sizes below one byte.
+    """
+    if isinstance(size, int):
+        amount = size
+    else:
+        match = _SIZE.fullmatch(size)
+        if match is None:
+            raise PlanError(f"{size!r} is not a size", "write it as 16GB, 512MiB or a number of bytes")
+        number, unit, binary = match.groups()
+        amount = int(float(number) * (1024 if binary else 1000) ** " kmgt".index(unit.lower() or " "))
+    if amount < 1:
+        raise PlanError(f"{size!r} is less than one byte", "write it as 16GB, 512MiB or a number of bytes")
+    return amount

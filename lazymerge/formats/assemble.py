@@ -1,0 +1,233 @@
+"""The entries of all ranks under one name, put together to one gather."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import TypeVar
+
+from lazymerge.checkpoint import Copy
+from lazymerge.errors import InconsistentCheckpoint, UnsupportedCheckpoint
+from lazymerge.files.region import Region
+from lazymerge.formats.entries import Distributed, Entry, Plain, Sharded
+from lazymerge.formats.placement import Layout, Partial, Shard, box_of, cuts
+from lazymerge.gather import Box, Gather, Piece, Shape, Shards, of_region
+
+T = TypeVar("T")
+
+Ranked = tuple[int, Entry]
+"""A rank and its entry under the name in question."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """One tensor out of the entries of all ranks that are here.
+
+    `missing` are coordinates (or boxes) that no rank here holds: the gather is incomplete then.
+    `copies` are pairs of regions that should hold the same bytes.
+    """
+
+    gather: Gather
+    missing: tuple[str, ...]
+    copies: tuple[Copy, ...]
+
+
+def assemble(name: str, entries: list[Ranked], fsdp_version: int | None) -> Assembled:
+    """The tensor of that name; `entries` are in the order of the ranks.
+
+    `fsdp_version` decides the order of cuts where torch 2.4 and older did not record it. Raises
+    `InconsistentCheckpoint` where ranks disagree on what the tensor is.
+    """
+    kinds = {type(entry) for _, entry in entries}
+    if len(kinds) > 1:
+        raise InconsistentCheckpoint(
+            f"{name}: {' and '.join(sorted(kind.__name__.lower() for kind in kinds))} on different ranks",
+            "the rank files do not belong together; check that they come from one save",
+        )
+    if kinds == {Plain}:
+        return _plain(name, [(rank, entry.region) for rank, entry in entries if isinstance(entry, Plain)])
+    if kinds == {Distributed}:
+        spread = [(rank, entry) for rank, entry in entries if isinstance(entry, Distributed)]
+        return _distributed(name, spread, fsdp_version)
+    return _sharded(name, [(rank, entry) for rank, entry in entries if isinstance(entry, Sharded)])
+
+
+def _plain(name: str, regions: list[tuple[int, Region]]) -> Assembled:
+    """Whole on every rank: the first one's; nothing is ever concatenated for being alike or not."""
+    first_rank, first = regions[0]
+    for rank, region in regions[1:]:
+        if region.shape != first.shape or region.dtype is not first.dtype:
+            raise InconsistentCheckpoint(
+                f"{name}: a plain tensor of shape {first.shape} ({first.dtype}) on rank {first_rank}"
+                f" and of shape {region.shape} ({region.dtype}) on rank {rank}",
+                "the files do not say how these parts belong together; save them as DTensors",
+            )
+    copies = tuple(Copy(name, first, region) for _, region in regions[1:])
+    return Assembled(of_region(first), (), copies)
+
+
+def _sharded(name: str, entries: list[tuple[int, Sharded]]) -> Assembled:
+    """The boxes of ShardedTensors: each says where its shards are."""
+    shape = _agreed(name, ((rank, entry.shape) for rank, entry in entries), "a ShardedTensor of shape")
+    held: dict[Box, Region] = {}
+    copies = []
+    for _, entry in entries:
+        for piece in entry.pieces:
+            if piece.box in held:
+                copies.append(Copy(name, held[piece.box], piece.region))
+            else:
+                held[piece.box] = piece.region
+    described = frozenset(box for _, entry in entries for box in entry.boxes)
+    missing = tuple(
+        f"the shard at {box.start} of shape {box.shape}"
+        for box in sorted(described)
+        if box.numel and box not in held
+    )
+    if not held:
+        return Assembled(_empty(name, shape, entries), missing, ())
+    dtype = next(iter(held.values())).dtype
+    pieces = [Piece(box.start, region) for box, region in held.items() if box.numel]
+    return Assembled(Shards(shape, dtype, partial(iter, tuple(pieces))), missing, tuple(copies))
+
+
+def _empty(name: str, shape: Shape, entries: list[tuple[int, Sharded]]) -> Gather:
+    raise InconsistentCheckpoint(
+        f"{name}: a ShardedTensor of shape {shape} of which none of {len(entries)} ranks holds a shard",
+        "rank files are missing; pass every folder that holds ranks of this save",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """The local tensors that are used, by the coordinate that decides which box they fill."""
+
+    layout: Layout
+    regions: dict[Shape, Region]
+
+    def pieces(self) -> Iterator[Piece]:
+        for coordinate, region in self.regions.items():
+            box = box_of(self.layout, coordinate)
+            if box.numel:
+                yield Piece(box.start, region)
+
+
+def _distributed(name: str, entries: list[tuple[int, Distributed]], fsdp_version: int | None) -> Assembled:
+    """DTensors: mesh coordinates decide; replicas are copies, partial ones are summed."""
+    _agreed(name, ((rank, entry.layout) for rank, entry in entries), "a DTensor laid out as")
+    _agreed(name, ((rank, entry.region.dtype) for rank, entry in entries), "a DTensor of")
+    layout = _ordered(name, entries, fsdp_version)
+    _check_layout(name, layout)
+    deciding = [isinstance(placement, Shard | Partial) for placement in layout.placements]
+    regions: dict[Shape, Region] = {}
+    copies = []
+    for rank, entry in entries:
+        coordinate = tuple(
+            at if decides else 0 for at, decides in zip(entry.coordinate, deciding, strict=True)
+        )
+        _check_local(name, rank, entry, layout)
+        if coordinate in regions:
+            if 0 not in entry.region.shape:
+                copies.append(Copy(name, regions[coordinate], entry.region))
+        else:
+            regions[coordinate] = entry.region
+    wanted = product(*(range(n if decides else 1) for n, decides in zip(layout.mesh, deciding, strict=True)))
+    missing = tuple(
+        f"mesh coordinate {coordinate}"
+        for coordinate in wanted
+        if coordinate not in regions and box_of(layout, coordinate).numel
+    )
+    held = _Held(layout, regions)
+    if any(isinstance(placement, Partial) for placement in layout.placements):
+        return Assembled(_summed(name, held), missing, tuple(copies))
+    dtype = entries[0][1].region.dtype
+    return Assembled(Shards(layout.shape, dtype, held.pieces), missing, tuple(copies))
+
+
+def _ordered(name: str, entries: list[tuple[int, Distributed]], fsdp_version: int | None) -> Layout:
+    """The layout with the order of its cuts, which torch 2.4 and older did not record for FSDP2.
+
+    FSDP2 over tensor parallelism cut right to left there and said nothing of it; FSDP1 and everything
+    else cuts left to right (2.4.1's fully_shard, _fsdp_param.py).
+    """
+    layout = entries[0][1].layout
+    if not entries[0][1].old or not layout.cut_twice or layout.strided:
+        return layout
+    reverse = replace(layout, right_to_left=True)
+    if fsdp_version is not None:
+        return reverse if fsdp_version == 2 else layout
+    fitting = [way for way in (layout, reverse) if all(_fits(entry, way) for _, entry in entries)]
+    if len(fitting) == 1:
+        return fitting[0]
+    raise UnsupportedCheckpoint(
+        f"{name}: written by torch 2.4 or older, which did not record the order in which"
+        f" mesh dimensions cut it ({layout.placements} on {layout.mesh})",
+        "say which FSDP wrote it with --fsdp-version 1 or 2 (verl records it in fsdp_config.json)",
+    )
+
+
+def _fits(entry: Distributed, layout: Layout) -> bool:
+    return box_of(layout, entry.coordinate).shape == entry.region.shape
+
+
+def _check_layout(name: str, layout: Layout) -> None:
+    try:
+        sequences = cuts(layout)
+    except ValueError as error:
+        raise InconsistentCheckpoint(
+            f"{name}: {error}", "the rank files are damaged, or of an unknown layout"
+        ) from None
+    claimed = {at for at, placement in enumerate(layout.placements) if isinstance(placement, Shard)}
+    ordered = sorted(at for sequence in sequences.values() for at in sequence)
+    if ordered != sorted(claimed):
+        raise InconsistentCheckpoint(
+            f"{name}: its shard order {layout.order} does not match its placements {layout.placements}",
+            "the rank files are damaged, or of an unknown layout",
+        )
+
+
+def _check_local(name: str, rank: int, entry: Distributed, layout: Layout) -> None:
+    box = box_of(layout, entry.coordinate)
+    if box.shape != entry.region.shape and (box.numel or 0 not in entry.region.shape):
+        raise InconsistentCheckpoint(
+            f"{name}: rank {rank} holds a shard of shape {entry.region.shape}, expected {box.shape}"
+            f" of the tensor's {layout.shape} at mesh coordinate {entry.coordinate} of {layout.mesh}",
+            "the rank files do not belong together; check that they come from one save",
+        )
+
+
+def _agreed(name: str, values: Iterable[tuple[int, T]], what: str) -> T:
+    """The value that all ranks have in common."""
+    (first_rank, first), *others = values
+    for rank, value in others:
+        if value != first:
+            raise InconsistentCheckpoint(
+                f"{name}: {what} {first} on rank {first_rank} and {value} on rank {rank}",
+                "the rank files do not belong together; check that they come from one save",
+            )
+    return first
+
+
+def _summed(name: str, held: _Held) -> Gather:
+    """A tensor's partial values, put together in the order of their mesh coordinates."""
+    from lazymerge.compute import total
+
+    layout = held.layout
+    operations = {p.reduce_op for p in layout.placements if isinstance(p, Partial)}
+    if operations not in ({"sum"}, {"avg"}):
+        raise UnsupportedCheckpoint(
+            f"{name}: partial values to be reduced by {' and '.join(sorted(operations))}",
+            "only sums and averages are put together; call full_tensor() before saving",
+        )
+    summands: dict[Shape, dict[Shape, Region]] = {}
+    for coordinate, region in sorted(held.regions.items()):
+        summand = tuple(
+            at
+            for at, placement in zip(coordinate, layout.placements, strict=True)
+            if isinstance(placement, Partial)
+        )
+        summands.setdefault(summand, {})[coordinate] = region
+    dtype = next(iter(held.regions.values())).dtype
+    parts = [Shards(layout.shape, dtype, _Held(layout, regions).pieces) for regions in summands.values()]
+    return total(parts, average=operations == {"avg"})

@@ -1,0 +1,273 @@
+"""The destination: nothing incomplete ever has its final name, and what is finished is never done twice.
+
+    DST/.lazymerge/lock             held by the one merge that writes here
+    DST/.lazymerge/journal.jsonl    what is being written from what, then a line for each finished file
+    DST/.lazymerge/<file>           files under way or finished, until all are
+
+When every file is there they are renamed into DST, the index (or the only weight file) last, and the
+folder is removed. A run that was killed at any moment is finished by running the same command again.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lazymerge.errors import InconsistentCheckpoint, OutputError
+from lazymerge.files.copying import write_error
+from lazymerge.files.local import LocalFile
+
+STAGING = ".lazymerge"
+_WEIGHTS = re.compile(r".+\.safetensors(\.index\.json)?|pytorch_model.*\.bin(\.index\.json)?")
+
+
+class Destination:
+    """A folder that is being filled. Use `claim`; `finished` are the files that need not be written again."""
+
+    def __init__(self, folder: Path, overwrite: bool) -> None:
+        self.folder = folder
+        self.staging = folder / STAGING
+        self.overwrite = overwrite
+        self.finished: set[str] = set()
+        self._journal = self.staging / "journal.jsonl"
+
+    # -------------------------------------------------------------------- beginning
+
+    def begin(self, job: dict[str, Any], files: Sequence[LocalFile]) -> None:
+        """Start, or go on with, the job: `job` is everything that decides the result's bytes.
+
+        Raises `InconsistentCheckpoint` if an unfinished run here read files that have changed since.
+        """
+        head = {"job": job, "sources": {str(file.path): [file.size, file.mtime_ns] for file in files}}
+        lines = _read_lines(self._journal)
+        if lines and lines[0].get("job") == job:
+            _refuse_changed(lines[0].get("sources", {}), head["sources"], self.staging)
+            self.finished = {line["done"] for line in lines[1:] if self._is_there(line)}
+            return
+        for path in self.staging.iterdir():
+            if path.name != "lock":
+                path.unlink()
+        self._append(head)
+
+    def _is_there(self, line: dict[str, Any]) -> bool:
+        """Whether a file that the journal says is finished is (staged, or already published)."""
+        name, size = line.get("done"), line.get("size")
+        return isinstance(name, str) and any(
+            path.is_file() and path.stat().st_size == size
+            for path in (self.staging / name, self.folder / name)
+        )
+
+    def need(self, nbytes: int) -> None:
+        """Raise `OutputError` if the file system has less than `nbytes` free."""
+        free = shutil.disk_usage(self.staging).free
+        if free < nbytes:
+            raise OutputError(
+                f"{self.folder}: the result takes {nbytes:,} bytes and the disk has {free:,} free",
+                f"free {nbytes - free:,} bytes or choose another disk",
+            )
+
+    # -------------------------------------------------------------------- files
+
+    @contextmanager
+    def file(self, name: str, size: int) -> Iterator[int]:
+        """A descriptor of a staged file of `size` bytes; finished and journalled when the block ends well."""
+        path = self.staging / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        try:
+            _size_ahead(fd, size, name)
+            yield fd
+            _synced(fd, name)
+        finally:
+            os.close(fd)
+        self._append({"done": name, "size": size})
+        self.finished.add(name)
+
+    def write(self, name: str, content: bytes) -> None:
+        """A small file, staged whole; not journalled, since it is as quickly written again."""
+        path = self.staging / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(path, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise write_error(error, str(path), 0) from error
+
+    def _append(self, line: dict[str, Any]) -> None:
+        try:
+            with open(self._journal, "a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise write_error(error, str(self._journal), 0) from error
+
+    # -------------------------------------------------------------------- the end
+
+    def publish(self, names: Sequence[str]) -> None:
+        """Rename the staged files into the folder in this order, after what they replace is gone."""
+        if self.overwrite:
+            for path in list(self.folder.iterdir()):
+                if (
+                    path.is_file()
+                    and _WEIGHTS.fullmatch(path.name)
+                    and path.name not in self._published(names)
+                ):
+                    path.unlink()
+        sync_folder(self.staging)
+        for name in names:
+            if (self.staging / name).exists():
+                (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+                os.replace(self.staging / name, self.folder / name)
+        sync_folder(self.folder)
+        shutil.rmtree(self.staging)
+        sync_folder(self.folder)
+
+    def _published(self, names: Iterable[str]) -> set[str]:
+        """Files that an earlier run of this job has renamed already: they are no longer staged."""
+        return {name for name in names if not (self.staging / name).exists()}
+
+
+@contextmanager
+def claim(folder: Path, sources: Sequence[Path], *, overwrite: bool) -> Iterator[Destination]:
+    """The destination, held by this process alone for the length of the block.
+
+    Raises `OutputError` if it is a file, lies inside a source, cannot be written, holds something
+    already (unless `overwrite`, or an unfinished merge) or another merge is writing there.
+    """
+    _check_place(folder, sources)
+    made = _missing_parents(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        resumed = (folder / STAGING / "journal.jsonl").exists()
+        if not resumed and not overwrite:
+            _check_empty(folder)
+        (folder / STAGING).mkdir(exist_ok=True)
+        lock = os.open(folder / STAGING / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise OutputError(f"{folder}: {error.strerror}", "choose a folder that you may write to") from None
+    try:
+        _lock(lock, folder)
+        yield Destination(folder, overwrite)
+    finally:
+        os.close(lock)
+        _tidy(folder, made)
+
+
+def _check_place(folder: Path, sources: Sequence[Path]) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise OutputError(f"{folder}: is a file", "give a folder for the result")
+    resolved = folder.resolve()
+    for source in sources:
+        place = source.resolve()
+        if resolved == place or place in resolved.parents:
+            raise OutputError(f"{folder}: lies inside the source {source}", "give a folder outside of it")
+
+
+def _check_empty(folder: Path) -> None:
+    names = sorted(path.name for path in folder.iterdir() if path.name != STAGING)
+    if names:
+        shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+        raise OutputError(
+            f"{folder}: is not empty ({shown})",
+            "give an empty or new folder, or --overwrite to replace the model in it",
+        )
+
+
+def _missing_parents(folder: Path) -> list[Path]:
+    """The folder and those above it that do not exist, the innermost first."""
+    return [path for path in (folder, *folder.parents) if not path.exists()]
+
+
+def _tidy(folder: Path, made: Sequence[Path]) -> None:
+    """After a failure before the first byte: leave no folder behind that was not there."""
+    staging = folder / STAGING
+    try:
+        if staging.is_dir() and [path.name for path in staging.iterdir()] == ["lock"]:
+            shutil.rmtree(staging)
+        for path in made:
+            path.rmdir()
+    except OSError:
+        pass  # something is in it
+
+
+def _lock(fd: int, folder: Path) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}:
+            return  # a file system without locks: the user alone keeps two merges apart
+        owner = os.pread(fd, 20, 0).decode(errors="replace")
+        raise OutputError(
+            f"{folder}: another merge is writing here (process {owner})",
+            "wait for it, or give another folder",
+        ) from None
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, str(os.getpid()).encode(), 0)
+
+
+def _refuse_changed(before: dict[str, Any], now: dict[str, Any], staging: Path) -> None:
+    for path in sorted({*before, *now}):
+        if before.get(path) != now.get(path):
+            raise InconsistentCheckpoint(
+                f"{path}: has changed since the unfinished merge in {staging.parent} read it"
+                f" (size and time {before.get(path)}, now {now.get(path)})",
+                f"remove {staging} to start again from what is there now",
+            )
+
+
+def _size_ahead(fd: int, size: int, name: str) -> None:
+    """Give the file its size, with the blocks for it where the file system can: a full disk is found now."""
+    try:
+        os.ftruncate(fd, size)
+        if size:
+            os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        if error.errno not in {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}:
+            raise write_error(error, name, 0) from error
+
+
+def _synced(fd: int, name: str) -> None:
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        raise write_error(error, name, 0) from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in a folder durable, where the file system can."""
+    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError:
+        pass  # some network file systems have no fsync of folders
+    finally:
+        os.close(fd)
+
+
+def _read_lines(journal: Path) -> list[dict[str, Any]]:
+    """The journal's lines; the last one may be cut, and whatever is no JSON object ends it."""
+    lines: list[dict[str, Any]] = []
+    try:
+        text = journal.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return lines
+    for line in text.splitlines():
+        try:
+            content = json.loads(line)
+        except ValueError:
+            break
+        if not isinstance(content, dict):
+            break
+        lines.append(content)
+    return lines

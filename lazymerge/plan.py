@@ -1,0 +1,155 @@
+"""The plan: which output files there will be, what is where in them, and what that will take.
+
+Making a plan reads nothing but metadata. It proves for every tensor that each of its elements is
+written exactly once, and it is data: `lazymerge.plan_json` turns it into JSON and back, so that
+another process or machine can execute a part of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from lazymerge.errors import PlanError
+from lazymerge.files.dtype import DType
+from lazymerge.files.safetensors_file import safetensors_layout
+from lazymerge.files.torch_archive import Archive, torch_archive
+from lazymerge.gather import Computation, Gather, View, check, computations
+
+SAFETENSORS = "safetensors"
+BIN = "bin"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTensor:
+    """A tensor of an output file: `offset` is where its bytes start in the file.
+
+    `gather` holds its elements in row-major order, though perhaps under another shape: bytes in a
+    file have none, so a trailing reshape is left away.
+    """
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    offset: int
+    gather: Gather
+    reads: int  # bytes of files that it is made of
+    computed: tuple[Computation, ...]  # what has to be computed for it, if anything
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return self.gather.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFile:
+    """A file to write: its tensors in file order, and the bytes around them.
+
+    `size` is its length in bytes. `header` is what stands before the tensors of a safetensors
+    file; a torch archive has headers between them, which `archive` makes once the data is there.
+    """
+
+    name: str
+    size: int
+    tensors: tuple[PlannedTensor, ...]
+    header: bytes = b""
+    archive: Archive | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that will be written: the weight files, and the index where there are several."""
+
+    files: tuple[OutputFile, ...]
+    index: bytes | None
+    index_name: str | None
+
+    @property
+    def tensors(self) -> Iterable[PlannedTensor]:
+        """All tensors, file by file."""
+        return (tensor for file in self.files for tensor in file.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files, headers and index included."""
+        return sum(file.size for file in self.files) + len(self.index or b"")
+
+    @property
+    def reads(self) -> int:
+        """Bytes that will be read from the source."""
+        return sum(tensor.reads for tensor in self.tensors)
+
+    def per_dtype(self) -> dict[str, tuple[int, int]]:
+        """dtype name -> (tensors, bytes), the largest first."""
+        counts: Counter[str] = Counter()
+        sizes: Counter[str] = Counter()
+        for tensor in self.tensors:
+            counts[tensor.dtype.name] += 1
+            sizes[tensor.dtype.name] += tensor.nbytes
+        return {name: (counts[name], size) for name, size in sizes.most_common()}
+
+
+def make_plan(
+    gathers: Mapping[str, Gather], *, output_format: str = SAFETENSORS, max_shard_size: int = 5 * 10**9
+) -> Plan:
+    """The plan that writes these tensors, proved complete.
+
+    `max_shard_size` is in bytes and applies to safetensors; a ``bin`` is always one file. Raises
+    `PlanError` if there is nothing to write or a dtype has no place in the format, and what
+    `lazymerge.gather.check` raises.
+    """
+    if not gathers:
+        raise PlanError("no tensor is left to write", "check --include and --exclude")
+    if output_format == BIN:
+        return _bin_plan(gathers)
+    for name, gather in gathers.items():
+        if gather.dtype.code is None:
+            raise PlanError(
+                f"{name}: safetensors has no {gather.dtype}",
+                "leave it out with --exclude, or write --output-format bin",
+            )
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    split = split_state_dict_into_shards_factory(
+        dict(gathers),
+        get_storage_size=lambda gather: gather.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_size,
+    )
+    files = []
+    for filename, names in split.filename_to_tensors.items():
+        layout = safetensors_layout(
+            {n: (gathers[n].dtype, gathers[n].shape, gathers[n].nbytes) for n in names}
+        )
+        tensors = tuple(planned(name, gathers[name], offset) for name, offset in layout.offsets.items())
+        files.append(OutputFile(filename, layout.size, tensors, layout.header))
+    if not split.is_sharded:
+        return Plan(tuple(files), None, None)
+    index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+    return Plan(tuple(files), text.encode(), "model.safetensors.index.json")
+
+
+def _bin_plan(gathers: Mapping[str, Gather]) -> Plan:
+    archive = torch_archive({name: (g.dtype, g.shape, g.nbytes) for name, g in gathers.items()})
+    places = [record.data_at for record in archive.records if record.content is None]
+    tensors = tuple(planned(name, g, at) for (name, g), at in zip(gathers.items(), places, strict=True))
+    return Plan((OutputFile("pytorch_model.bin", archive.size, tensors, archive=archive),), None, None)
+
+
+def planned(name: str, gather: Gather, offset: int) -> PlannedTensor:
+    """The tensor at its place, after the proof that its gather is complete."""
+    flat = gather.base if isinstance(gather, View) else gather
+    pieces = list(flat.pieces())
+    check(name, flat, pieces)
+    computed = computations(pieces)
+    reads = sum(source.reads for source in computed) if computed else gather.nbytes
+    return PlannedTensor(name, gather.dtype, gather.shape, offset, flat, reads, tuple(computed))

@@ -1,0 +1,121 @@
+"""What a merge did, for people and machines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lazymerge.budget import Spending
+from lazymerge.checkpoint import Checkpoint, Note
+from lazymerge.plan import Plan
+from lazymerge.sidecars import Sidecars
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """An event of a merge under way: `done` of `total` bytes are written, into `file` just now.
+
+    `resident` is the memory of the process in bytes.
+    """
+
+    stage: str  # "check", "write", "finish"
+    done: int
+    total: int
+    resident: int
+    file: str | None = None
+
+
+OnProgress = Callable[[Progress], None]
+
+
+@dataclass(frozen=True, slots=True)
+class MergeReport:
+    """What was written (or, of a dry run, would be).
+
+    Sizes are in bytes, times in seconds. `per_dtype` is dtype -> (tensors, bytes). `left_out` is what
+    of the source is not in the result -> why. `resumed` are files that an earlier run had finished.
+    """
+
+    destination: Path
+    format: str
+    topology: str
+    dry_run: bool
+    files: Mapping[str, int]  # weight files and index -> bytes
+    sidecars: tuple[str, ...]
+    tensors: int
+    per_dtype: Mapping[str, tuple[int, int]]
+    bytes_read: int
+    bytes_written: int
+    workers: int
+    block: int
+    predicted_peak: int
+    peak: int
+    seconds: float
+    notes: tuple[Note, ...]
+    left_out: Mapping[str, str]
+    resumed: tuple[str, ...]
+    how_to_load: str
+
+    @property
+    def warnings(self) -> tuple[Note, ...]:
+        """The notes that the user should not miss."""
+        return tuple(note for note in self.notes if note.level == "warning")
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain data for JSON."""
+        return {**asdict(self), "destination": str(self.destination)}
+
+
+def make_report(
+    destination: Path,
+    checkpoint: Checkpoint,
+    plan: Plan,
+    sidecars: Sidecars,
+    spending: Spending,
+    *,
+    dry_run: bool,
+    seconds: float,
+    peak: int,
+    resumed: tuple[str, ...] = (),
+) -> MergeReport:
+    """The report of a merge that ended well, or of a dry run."""
+    files = {file.name: file.size for file in plan.files}
+    if plan.index_name:
+        files[plan.index_name] = len(plan.index or b"")
+    return MergeReport(
+        destination=destination,
+        format=checkpoint.format,
+        topology=str(checkpoint.topology),
+        dry_run=dry_run,
+        files=files,
+        sidecars=tuple(sidecars.files),
+        tensors=sum(1 for _ in plan.tensors),
+        per_dtype=plan.per_dtype(),
+        bytes_read=plan.reads,
+        bytes_written=plan.size,
+        workers=spending.workers,
+        block=spending.block,
+        predicted_peak=spending.peak,
+        peak=peak,
+        seconds=seconds,
+        notes=(*checkpoint.notes, *sidecars.notes),
+        left_out=checkpoint.left_out,
+        resumed=resumed,
+        how_to_load=_how_to_load(destination, plan, sidecars),
+    )
+
+
+def _how_to_load(destination: Path, plan: Plan, sidecars: Sidecars) -> str:
+    """A line of Python that loads the result."""
+    if sidecars.config is None:
+        file = plan.files[0].name
+        if file.endswith(".bin"):
+            return f"torch.load({str(destination / file)!r}, weights_only=True, mmap=True)"
+        return f"safetensors.torch.load_file({str(destination / file)!r})"
+    architectures = sidecars.config.get("architectures")
+    name = architectures[0] if isinstance(architectures, list) and architectures else "AutoModelForCausalLM"
+    code = ", trust_remote_code=True" if "auto_map" in sidecars.config else ""
+    kind = "AutoModelForCausalLM" if code else str(name)
+    return f"transformers.{kind}.from_pretrained({str(destination)!r}, dtype='auto'{code})"

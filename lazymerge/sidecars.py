@@ -1,0 +1,219 @@
+"""Sidecars: what a model needs beside its weights, copied byte for byte.
+
+Only known names are taken, only plain files (never links), and never a weight file. The one change
+that is made is to the dtype field of config.json, where the dtype of the weights was changed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lazymerge.checkpoint import Note
+from lazymerge.errors import DamagedFile, SourceError
+from lazymerge.files.local import LocalFile
+
+CONFIG = "config.json"
+
+_PARSED = (
+    CONFIG,
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "image_processor_config.json",
+    "feature_extractor_config.json",
+    "chat_template.json",
+    "configuration.json",
+)
+"""JSON files that are small; a malformed one is refused."""
+
+_COPIED = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer.tiktoken",
+    "tiktoken.model",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+    "vocab.model",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "chat_template.jinja",
+)
+_COPIED_PATTERNS = (re.compile(r"[\w.-]+\.tiktoken"), re.compile(r"additional_chat_templates/[\w.-]+\.jinja"))
+_CODE = re.compile(r"\w[\w.-]*\.py")
+_LARGEST_JSON = 16 << 20
+_LARGEST = 1 << 30
+"""Bytes beyond which a sidecar is refused: the first for files that are parsed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sidecars:
+    """Files to put beside the weights, name -> where from, and what config.json holds (None: not there)."""
+
+    files: Mapping[str, Path]
+    config: Mapping[str, Any] | None
+    notes: tuple[Note, ...] = ()
+
+    def content(self, name: str, dtype: str | None) -> bytes:
+        """What to write under that name: the file's bytes, config.json with `dtype` in it if given."""
+        raw = _bytes(self.files[name])
+        return with_dtype(raw, dtype) if name == CONFIG and dtype else raw
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(path.stat().st_size for path in self.files.values())
+
+
+def find_sidecars(folders: Iterable[Path]) -> Sidecars:
+    """The sidecars in these folders; where several have a name, the first one's file.
+
+    Raises `DamagedFile` for malformed JSON and `SourceError` for what is no plain file.
+    """
+    found: dict[str, Path] = {}
+    parsed: dict[str, Any] = {}
+    for folder in folders:
+        for name in [*_PARSED, *_COPIED, *_matching(folder)]:
+            if name not in found and _is_there(folder / name):
+                found[name] = folder / name
+                if name in _PARSED:
+                    parsed[name] = _parse(folder / name)
+                elif name.endswith(".json"):
+                    _check_braces(folder / name)
+    config = parsed.get(CONFIG)
+    notes: list[Note] = []
+    if config is None:
+        notes.append(
+            Note("warning", "no config.json was found, so the result will not load; give --hf-config DIR")
+        )
+    _add_code(found, parsed, notes)
+    return Sidecars(found, config, tuple(notes))
+
+
+def _matching(folder: Path) -> list[str]:
+    names = [path.name for path in folder.iterdir()]
+    templates = folder / "additional_chat_templates"
+    if templates.is_dir() and not templates.is_symlink():
+        names += [f"{templates.name}/{path.name}" for path in templates.iterdir()]
+    return sorted(name for name in names if any(pattern.fullmatch(name) for pattern in _COPIED_PATTERNS))
+
+
+def _is_there(path: Path) -> bool:
+    """Whether there is such a file; anything else under that name is refused."""
+    try:
+        mode = path.lstat().st_mode
+    except OSError:
+        return False
+    if not stat.S_ISREG(mode):
+        kind = "a link" if stat.S_ISLNK(mode) else "no plain file"
+        raise SourceError(f"{path}: is {kind}", "put the file itself there, or give --hf-config DIR")
+    return True
+
+
+def _add_code(found: dict[str, Path], parsed: Mapping[str, Any], notes: list[Note]) -> None:
+    """The Python files of a model that brings its own code: all beside the file that has an auto_map."""
+    for name, content in parsed.items():
+        modules = _auto_map_modules(content.get("auto_map"))
+        if not modules:
+            continue
+        folder = found[name].parent
+        for path in sorted(folder.iterdir()):
+            if _CODE.fullmatch(path.name) and path.name not in found and _is_there(path):
+                found[path.name] = path
+        for module in modules:
+            if f"{module}.py" not in found:
+                notes.append(
+                    Note(
+                        "warning", f"{name} names {module}.py in its auto_map, and {folder} does not hold it"
+                    )
+                )
+
+
+def _auto_map_modules(auto_map: object) -> list[str]:
+    """The modules of an auto_map that belong to the folder itself (not ``owner/repo--module.Class``)."""
+    if not isinstance(auto_map, dict):
+        return []
+    names = [n for value in auto_map.values() for n in (value if isinstance(value, list) else [value])]
+    local = [n for n in names if isinstance(n, str) and "--" not in n and "." in n]
+    return sorted({name.rpartition(".")[0] for name in local})
+
+
+def _bytes(path: Path) -> bytes:
+    file = LocalFile(path)
+    limit = _LARGEST_JSON if path.name in _PARSED else _LARGEST
+    if file.size > limit:
+        raise SourceError(
+            f"{path}: {file.size} bytes, expected at most {limit}", "this is no such file; remove it"
+        )
+    return file.read(0, file.size)
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    raw = _bytes(path)
+    try:
+        content = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        reason = str(error) if isinstance(error, json.JSONDecodeError) else "not UTF-8, or nested too deep"
+        raise DamagedFile(
+            f"{path}: malformed JSON ({reason})", "repair it, or give --hf-config DIR"
+        ) from None
+    if not isinstance(content, dict):
+        raise DamagedFile(f"{path}: not a JSON object", "repair it, or give --hf-config DIR")
+    return content
+
+
+def _check_braces(path: Path) -> None:
+    """A large JSON file is not parsed (that takes many times its size); a cut one is still found."""
+    file = LocalFile(path)
+    head = file.read(0, min(64, file.size)).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
+    tail = file.read(max(0, file.size - 64), min(64, file.size)).rstrip()[-1:]
+    if (head, tail) not in {(b"{", b"}"), (b"[", b"]")}:
+        raise DamagedFile(
+            f"{path}: malformed JSON (starts with {head!r}, ends with {tail!r})", "copy it again"
+        )
+
+
+def config_dtype(config: Mapping[str, Any] | None) -> str | None:
+    """The dtype that a config names, in its new or its old field; None if it names none."""
+    for key in ("dtype", "torch_dtype"):
+        value = (config or {}).get(key)
+        if isinstance(value, str):
+            return value.removeprefix("torch.")
+    return None
+
+
+def with_dtype(raw: bytes, dtype: str) -> bytes:
+    """config.json with another dtype in the fields that it has (or a new one), and not a byte else changed.
+
+    Fields of sub-configs that name a dtype follow, since loaders of a part read those.
+    """
+    text = raw.decode()
+    wanted = _set_dtype(json.loads(text), dtype)
+    edited = re.sub(r'("(?:torch_)?dtype"\s*:\s*)(?:"[^"\\]*"|null)', rf'\g<1>"{dtype}"', text)
+    if json.loads(edited) == wanted:
+        return edited.encode()
+    return (json.dumps(wanted, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _set_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    changed = {
+        key: dtype if key in {"dtype", "torch_dtype"} and (value is None or isinstance(value, str)) else value
+        for key, value in config.items()
+    }
+    for key, value in config.items():
+        if key.endswith("_config") and isinstance(value, dict) and {"dtype", "torch_dtype"} & set(value):
+            changed[key] = _set_dtype(value, dtype)
+    if not {"dtype", "torch_dtype"} & set(config):
+        changed["dtype"] = dtype
+    return changed

@@ -1,0 +1,345 @@
+"""`LazyTensor`: a `torch.Tensor` that records what is done to it.
+
+It has a shape, strides and a dtype, and no data. ATen operators that move elements become a new
+gather; arithmetic becomes a `Computed` block; anything else reads its operands into memory and
+runs as usual, and says so once in the log. So code that was written for real state dicts runs on
+lazy ones unchanged, and what it leaves behind is a plan.
+
+    x = checkpoint["model.layers.0.self_attn.qkv_proj.weight"]     # nothing is read
+    q, k, v = x.view(8, 3, 64, 512).unbind(1)                        # nothing is read
+    real.copy_(q.reshape(512, 512))                                  # read, a block at a time
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from lazymerge.compute import (
+    OPERATORS,
+    Computed,
+    Operand,
+    cast,
+    dtype_of,
+    in_memory,
+    read,
+    read_blocks,
+    torch_dtype,
+)
+from lazymerge.gather import Gather, cat
+
+log = logging.getLogger(__name__)
+
+COPY_BLOCK = 8 << 20
+"""Bytes that ``real.copy_(lazy)`` reads at a time."""
+
+
+class LazyTensor(torch.Tensor):
+    """A tensor whose elements have not been read: its `lazy_gather` says where they are."""
+
+    lazy_gather: Gather  # torch.Tensor.gather is an operator
+
+    @staticmethod
+    def __new__(cls, gather: Gather, strides: Sequence[int] | None = None) -> LazyTensor:
+        """A lazy tensor over `gather`; `strides` (elements) are what it pretends, default row-major."""
+        made = torch.Tensor._make_wrapper_subclass(
+            cls,
+            gather.shape,
+            strides=strides or torch.empty(gather.shape, device="meta").stride(),
+            dtype=torch_dtype(gather.dtype),
+            device=torch.device("cpu"),
+        )
+        made.lazy_gather = gather
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.copy_.default:
+            return _copy_blocks(*args)
+        if func._schema.is_mutable:
+            raise TypeError(
+                f"{func}: a LazyTensor cannot be changed in place; use the form without underscore"
+            )
+        record = _RECORDED.get(func)
+        if record is not None:
+            return record(func, *args, **kwargs)
+        deferred = _defer(func, args, kwargs)
+        return _materialized(func, args, kwargs) if deferred is None else deferred
+
+    def materialize(self) -> torch.Tensor:
+        """The elements, read into a new contiguous tensor."""
+        return read(self.lazy_gather)
+
+    def blocks(self, max_bytes: int) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
+        """(index, elements) pairs in row-major order, each of at most `max_bytes` (or one element)."""
+        for window, block in read_blocks(self.lazy_gather, max_bytes):
+            yield window.slices, block
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"LazyTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    # What reaches for the data without passing an operator gets it read first.
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The elements as a numpy array."""
+        return self.materialize().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """The elements as nested lists."""
+        return self.materialize().tolist()
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.materialize().__array__(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.materialize().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: Any) -> LazyTensor:
+        return LazyTensor(self.lazy_gather, self.stride())
+
+
+def _copy_blocks(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """``target.copy_(source)``, a block at a time."""
+    if isinstance(target, LazyTensor):
+        raise TypeError("copy_: a LazyTensor cannot be changed in place; copy into a real tensor")
+    assert isinstance(source, LazyTensor)
+    spread = source.lazy_gather.expand(tuple(target.shape))
+    for window, block in read_blocks(spread, COPY_BLOCK):
+        target[window.slices].copy_(block, non_blocking)
+    return target
+
+
+# ---------------------------------------------------------------- operators that move elements
+
+
+_RECORDED: dict[Any, Callable[..., Any]] = {}
+
+_Moves = Callable[..., Gather | list[Gather] | None]
+
+
+def _moves(*names: str) -> Callable[[_Moves], _Moves]:
+    """Register how ATen operators of these names change a gather; torch itself checks the arguments.
+
+    The rule is called with the gather of the first argument and the result's shape(s) on the meta
+    device, then the operator's arguments; None means that this call has to be materialized.
+    """
+
+    def register(rule: _Moves) -> _Moves:
+        def record(func: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(source, LazyTensor):
+                return _materialized(func, (source, *args), kwargs)
+            shape = func(_meta(source), *args, **kwargs)
+            gather = rule(source.lazy_gather, shape, *args, **kwargs)
+            if gather is None:
+                return _materialized(func, (source, *args), kwargs)
+            return _wrap(gather, shape)
+
+        for name in names:
+            packet, overload = name.split(".")
+            _RECORDED[getattr(getattr(torch.ops.aten, packet), overload)] = record
+        return rule
+
+    return register
+
+
+def _wrap(gather: Gather | list[Gather], like: Any) -> Any:
+    if isinstance(gather, list):
+        return [LazyTensor(part, shape.stride()) for part, shape in zip(gather, like, strict=True)]
+    assert gather.shape == tuple(like.shape), (gather.shape, like.shape)
+    return LazyTensor(gather, like.stride())
+
+
+def _meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+@_moves("detach.default", "alias.default", "clone.default", "lift_fresh.default")
+def _same(x: Gather, like: Any, **kwargs: Any) -> Gather:
+    return x
+
+
+@_moves(
+    "view.default",
+    "_unsafe_view.default",
+    "reshape.default",
+    "_reshape_alias.default",
+    "_reshape_copy.default",
+)
+def _view(x: Gather, like: torch.Tensor, *args: Any) -> Gather:
+    return x.view(tuple(like.shape))
+
+
+@_moves("permute.default")
+def _permute(x: Gather, like: torch.Tensor, dims: list[int]) -> Gather:
+    return x.permute([dim % len(x.shape) for dim in dims])
+
+
+@_moves("transpose.int")
+def _transpose(x: Gather, like: torch.Tensor, first: int, second: int) -> Gather:
+    dims = list(range(len(x.shape)))
+    if dims:
+        dims[first], dims[second] = dims[second], dims[first]
+    return x.permute(dims)
+
+
+@_moves("t.default")
+def _t(x: Gather, like: torch.Tensor) -> Gather:
+    return x.permute(range(len(x.shape))[::-1])
+
+
+@_moves("slice.Tensor")
+def _slice(
+    x: Gather,
+    like: torch.Tensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> Gather:
+    first, _, _ = slice(start, end, step).indices(x.shape[dim])
+    return x.narrow(dim % len(x.shape), first, like.shape[dim], step)
+
+
+@_moves("select.int")
+def _select(x: Gather, like: torch.Tensor, dim: int, index: int) -> Gather:
+    dim %= len(x.shape)
+    return x.select(dim, index % x.shape[dim])
+
+
+@_moves("index_select.default")
+def _index_select(x: Gather, like: torch.Tensor, dim: int, index: torch.Tensor) -> Gather | None:
+    if not x.shape or isinstance(index, LazyTensor):
+        return None
+    dim %= len(x.shape)
+    parts = [x.narrow(dim, *run) for run in _runs([int(i) for i in index.reshape(-1).tolist()], x.shape[dim])]
+    return cat(parts, dim) if parts else x.narrow(dim, 0, 0)
+
+
+def _runs(indices: list[int], limit: int) -> Iterator[tuple[int, int, int]]:
+    """(start, size, step) of the runs of equal positive steps in a list of indices."""
+    for index in indices:
+        if not 0 <= index < limit:
+            raise IndexError(f"index {index} is out of bounds for a dimension of size {limit}")
+    at = 0
+    while at < len(indices):
+        step = indices[at + 1] - indices[at] if at + 1 < len(indices) else 0
+        size = 1
+        while step > 0 and at + size < len(indices) and indices[at + size] - indices[at + size - 1] == step:
+            size += 1
+        yield indices[at], size, max(step, 1)
+        at += size
+
+
+@_moves("split.Tensor", "split_with_sizes.default")
+def _split(x: Gather, like: list[torch.Tensor], sizes: Any, dim: int = 0) -> list[Gather]:
+    dim %= len(x.shape)
+    parts, at = [], 0
+    for part in like:
+        parts.append(x.narrow(dim, at, part.shape[dim]))
+        at += part.shape[dim]
+    return parts
+
+
+@_moves("unbind.int")
+def _unbind(x: Gather, like: list[torch.Tensor], dim: int = 0) -> list[Gather]:
+    dim %= len(x.shape)
+    return [x.select(dim, index) for index in range(x.shape[dim])]
+
+
+@_moves("squeeze.default", "squeeze.dim", "squeeze.dims")
+def _squeeze(x: Gather, like: torch.Tensor, dims: Any = None) -> Gather:
+    rank = len(x.shape)
+    if dims is None:
+        dims = range(rank)
+    elif isinstance(dims, int):
+        dims = [dims]
+    return x.squeeze(dim % rank for dim in dims) if rank else x
+
+
+@_moves("unsqueeze.default")
+def _unsqueeze(x: Gather, like: torch.Tensor, dim: int) -> Gather:
+    return x.unsqueeze(dim % (len(x.shape) + 1))
+
+
+@_moves("expand.default")
+def _expand(x: Gather, like: torch.Tensor, size: list[int], implicit: bool = False) -> Gather:
+    return x.expand(tuple(like.shape))
+
+
+def _concatenate(func: Any, tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """``cat`` and ``stack``: the parts in one dtype, one after the other along a dimension."""
+    like = func([_meta(tensor) for tensor in tensors], dim)
+    dtype = dtype_of(like.dtype)
+    parts = [cast(_gather_of(tensor), dtype) for tensor in tensors]
+    dim %= like.dim()
+    if func is torch.ops.aten.stack.default:
+        parts = [part.unsqueeze(dim) for part in parts]
+    else:  # torch lets an empty vector stand for nothing, whatever the others' rank
+        parts = [part for part in parts if part.shape != (0,)] or parts[:1]
+    return LazyTensor(cat(parts, dim), like.stride())
+
+
+_RECORDED[torch.ops.aten.cat.default] = _concatenate
+_RECORDED[torch.ops.aten.stack.default] = _concatenate
+
+
+def _gather_of(tensor: torch.Tensor) -> Gather:
+    return tensor.lazy_gather if isinstance(tensor, LazyTensor) else in_memory(tensor)
+
+
+# ---------------------------------------------------------------- arithmetic, and everything else
+
+
+def _defer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The operator as a deferred computation; None if it cannot be one."""
+    name = f"{func._schema.name.removeprefix('aten::')}.{func._overloadname}"
+    if name not in OPERATORS or any(_leaves_memory(value) for value in kwargs.values()):
+        return None
+    operands: list[Gather] = []
+    recorded: list[Any] = []
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            if arg.device.type != "cpu" or (arg.requires_grad and not isinstance(arg, LazyTensor)):
+                return None
+            recorded.append(Operand(len(operands)))
+            operands.append(_gather_of(arg))
+        else:
+            recorded.append(arg)
+    like = func(*tree_map(lambda arg: _meta(arg) if isinstance(arg, torch.Tensor) else arg, args), **kwargs)
+    kept = {key: value for key, value in kwargs.items() if value is not None and key in {"dtype", "alpha"}}
+    if name == "_to_copy.default" and not kept:
+        return LazyTensor(operands[0], like.stride())
+    shape, dtype = tuple(like.shape), dtype_of(like.dtype)
+    computed = Computed(name, tuple(operands), tuple(recorded), kept, shape, dtype)
+    return LazyTensor(computed.gather(), like.stride())
+
+
+def _leaves_memory(value: Any) -> bool:
+    """Whether an argument asks for another device or layout than a lazy tensor has."""
+    if isinstance(value, torch.device):
+        return value.type != "cpu"
+    return isinstance(value, torch.layout) and value is not torch.strided
+
+
+def _materialized(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The operator on real operands."""
+    _say_once(str(func))
+    args, kwargs = tree_map(
+        lambda arg: arg.materialize() if isinstance(arg, LazyTensor) else arg, (args, kwargs)
+    )
+    return func(*args, **kwargs)
+
+
+@functools.cache
+def _say_once(name: str) -> None:
+    log.info("%s has no lazy form: its operands are read into memory", name)
