@@ -8,12 +8,16 @@ model.load_state_dict(checkpoint)        # read, one tensor at a time
 
 from __future__ import annotations
 
-__version__ = "0.1.0"
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-from lazymerge.api import merge, open  # noqa: A004 - `lazymerge.open` is what it does
-from lazymerge.checkpoint import Checkpoint, Note, Topology
-from lazymerge.errors import LazymergeError
-from lazymerge.report import MergeReport, Progress
+if TYPE_CHECKING:
+    from lazymerge.api import merge, open  # noqa: A004 - `lazymerge.open` is what it does
+    from lazymerge.checkpoint import Checkpoint, Note, Topology
+    from lazymerge.errors import LazymergeError
+    from lazymerge.report import MergeReport, Progress
+
+__version__ = "0.1.0"
 
 __all__ = [
     "Checkpoint",
@@ -25,3 +29,26 @@ __all__ = [
     "merge",
     "open",
 ]
+
+_HOMES = {
+    "Checkpoint": "lazymerge.checkpoint",
+    "LazymergeError": "lazymerge.errors",
+    "MergeReport": "lazymerge.report",
+    "Note": "lazymerge.checkpoint",
+    "Progress": "lazymerge.report",
+    "Topology": "lazymerge.checkpoint",
+    "merge": "lazymerge.api",
+    "open": "lazymerge.api",
+}
+"""Name -> the module that has it, imported when it is first asked for: `lazymerge --help` needs none."""
+
+
+def __getattr__(name: str) -> object:
+    """The public object of that name."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

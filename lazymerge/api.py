@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import shutil
 import threading
 import time
 from collections.abc import Sequence
@@ -12,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import lazymerge
-from lazymerge.budget import Spending, resident, spend
+from lazymerge.budget import Spending, default_budget, resident, spend
 from lazymerge.checkpoint import Checkpoint, Note
 from lazymerge.conversions.dtypes import cast_to, parse_dtype
 from lazymerge.conversions.naming import select, strip_wrappers
 from lazymerge.conversions.tying import tie
-from lazymerge.errors import InconsistentCheckpoint, PlanError
+from lazymerge.errors import InconsistentCheckpoint, PlanError, SourceError
 from lazymerge.execute import write_file
 from lazymerge.files.size import parse_size
 from lazymerge.fill import equal
@@ -30,6 +32,8 @@ from lazymerge.sidecars import Sidecars, config_dtype, find_sidecars
 
 Pathlike = str | os.PathLike[str]
 Sources = Pathlike | Sequence[Pathlike]
+
+log = logging.getLogger("lazymerge")
 
 
 def open(  # noqa: A001 - `lazymerge.open` is what it does
@@ -44,6 +48,8 @@ def open(  # noqa: A001 - `lazymerge.open` is what it does
 
     A mapping of the unwrapped model's names to lazy tensors. Raises `SourceError` in its many kinds.
     """
+    if hf_config is not None and not Path(hf_config).is_dir():
+        raise SourceError(f"{hf_config}: no such folder", "give --hf-config a folder that holds config.json")
     options = OpenOptions(component, fsdp_version, world_size, Path(hf_config) if hf_config else None)
     return strip_wrappers(open_checkpoint(_paths(src), options))
 
@@ -113,24 +119,27 @@ def merge(
     started = time.monotonic()
     sources, folder = _paths(src), Path(dst)
     meter = Meter(on_progress)
+    wanted = None if max_ram is None else parse_size(max_ram)
     checkpoint = open(
         sources, component=component, fsdp_version=fsdp_version, world_size=world_size, hf_config=hf_config
     )
     options = Options(
         dtype, max_shard_size, output_format, tuple(include), tuple(exclude), strict, check_copies
     )
+    log.debug("opened %r", checkpoint)
     prepared = prepare(checkpoint, options, meter)
-    workers = max_workers or min(4, os.cpu_count() or 1)
-    budget = None if max_ram is None else parse_size(max_ram)
-    spending = spend(budget, workers, prepared.plan.tensors)
+    budget = default_budget() if wanted is None else wanted
+    spending = spend(budget, max_workers or min(4, os.cpu_count() or 1), prepared.plan.tensors)
+    log.debug("planned %s", _described(prepared.plan, spending))
     if dry_run:
-        return _report(folder, prepared, spending, started, meter, dry_run=True)
+        return _report(folder, prepared, spending, budget, started, meter, dry_run=True)
     with claim(folder, sources, overwrite=overwrite) as destination:
         job = _job(prepared, options, fsdp_version)
         destination.begin(job, prepared.checkpoint.files)
         resumed = tuple(sorted(destination.finished))
         _write(prepared, destination, spending, meter)
-    return _report(folder, prepared, spending, started, meter, resumed=resumed)
+    log.debug("published %s", folder)
+    return _report(folder, prepared, spending, budget, started, meter, resumed=resumed)
 
 
 def prepare(checkpoint: Checkpoint, options: Options, meter: Meter) -> _Prepared:
@@ -157,15 +166,18 @@ def prepare(checkpoint: Checkpoint, options: Options, meter: Meter) -> _Prepared
 def _compare_copies(checkpoint: Checkpoint, strict: bool, meter: Meter) -> Checkpoint:
     """Compare what several ranks hold; those that differ become warnings, or an error."""
     notes: dict[str, Note] = {}
+    compared = 0
     for copy in checkpoint.copies():
         if copy.name in notes or copy.name not in checkpoint.gathers:
             continue
         meter.tell("check", 0, 0, copy.name)
+        compared += 1
         if not equal(of_region(copy.used), of_region(copy.other)):
             text = f"{copy.name} differs between {copy.used.source.name} and {copy.other.source.name}"
             if strict:
                 raise InconsistentCheckpoint(text, "merge without --strict to take the first one's values")
             notes[copy.name] = Note("warning", f"{text}; the first one's values are taken", copy.name)
+    log.debug("checked %d copies that ranks share, %d tensors differ", compared, len(notes))
     return checkpoint.with_notes(*notes.values())
 
 
@@ -201,6 +213,7 @@ def _write(prepared: _Prepared, destination: Destination, spending: Spending, me
     destination.need(sum(file.size for file in todo) + sidecars.nbytes + len(plan.index or b""))
     total = sum(tensor.nbytes for file in todo for tensor in file.tensors)
     for file in todo:
+        log.debug("begun %s: %d tensors, %d bytes", file.name, len(file.tensors), file.size)
         with destination.file(file.name, file.size) as target:
             write_file(
                 file,
@@ -210,6 +223,7 @@ def _write(prepared: _Prepared, destination: Destination, spending: Spending, me
                 on_bytes=partial(meter.add, "write", total, file.name),
             )
             meter.tell("finish", meter.done, total, file.name)
+        log.debug("finished %s", file.name)
     names = list(sidecars.files)
     for name in names:
         destination.write(name, sidecars.content(name, prepared.dtype))
@@ -220,10 +234,25 @@ def _write(prepared: _Prepared, destination: Destination, spending: Spending, me
     destination.publish(names)
 
 
+def _described(plan: Plan, spending: Spending) -> str:
+    return (
+        f"{len(plan.files)} files, {plan.reads} bytes to read, {plan.size} to write;"
+        f" {spending.workers} workers, blocks of {spending.block} bytes,"
+        f" {spending.peak} bytes of memory at most"
+    )
+
+
+def _disk_free(folder: Path) -> int:
+    """Bytes that are free where the folder is, or will be."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    return shutil.disk_usage(there).free
+
+
 def _report(
     folder: Path,
     prepared: _Prepared,
     spending: Spending,
+    budget: int,
     started: float,
     meter: Meter,
     *,
@@ -236,6 +265,8 @@ def _report(
         prepared.plan,
         prepared.sidecars,
         spending,
+        budget=budget,
+        disk_free=_disk_free(folder),
         dry_run=dry_run,
         seconds=time.monotonic() - started,
         peak=meter.peak(),

@@ -258,13 +258,13 @@ def working_set(gather: Gather, nbytes: int) -> int:
 
 
 class Memory:
-    """A tensor that is in memory already, as a source."""
+    """The row-major bytes of a tensor that is in memory already, as a source."""
 
     __slots__ = ("_bytes", "size")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._bytes = raw_bytes(tensor.detach())
-        self.size = len(self._bytes)
+    def __init__(self, content: bytes | memoryview) -> None:
+        self._bytes = content
+        self.size = len(content)
 
     @property
     def name(self) -> str:
@@ -277,7 +277,7 @@ class Memory:
 def in_memory(tensor: torch.Tensor) -> Gather:
     """A gather over a tensor that is in memory already."""
     shape = tuple(tensor.shape)
-    source = Memory(tensor)
+    source = Memory(raw_bytes(tensor.detach()))
     piece = Piece(
         (0,) * len(shape), Region(source, 0, dtype_of(tensor.dtype), shape, contiguous_strides(shape))
     )
@@ -311,6 +311,50 @@ def cast(gather: Gather, dtype: DType, name: str | None = None) -> Gather:
     return computed.gather()
 
 
+def arguments_to_json(computed: Computed) -> dict[str, Any]:
+    """The arguments of a computation as plain data: operands by number, dtypes by name."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Operand):
+            return {"operand": value.index}
+        if isinstance(value, torch.dtype):
+            return {"dtype": dtype_of(value).name}
+        if isinstance(value, list | tuple):
+            return [plain(item) for item in value]
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        raise PlanError(
+            f"{computed.name}: its argument {value!r} is no plain data", "execute it in this process"
+        )
+
+    return {
+        "args": plain(computed.args),
+        "kwargs": {key: plain(value) for key, value in computed.kwargs.items()},
+    }
+
+
+def computed_from_json(
+    op: str,
+    operands: tuple[Gather, ...],
+    arguments: dict[str, Any],
+    shape: Shape,
+    dtype: DType,
+    checked: str | None,
+) -> Computed:
+    """The computation whose arguments `arguments_to_json` gave; `PlanError` for an unknown operator."""
+    if op not in OPERATORS:
+        raise PlanError(f"a plan with the unknown operator {op!r}", "make the plan again with this version")
+
+    def rich(value: Any) -> Any:
+        if isinstance(value, dict):
+            return Operand(value["operand"]) if "operand" in value else torch_dtype(DTYPES[value["dtype"]])
+        return [rich(item) for item in value] if isinstance(value, list) else value
+
+    args = tuple(rich(arguments["args"]))
+    kwargs = {key: rich(value) for key, value in arguments["kwargs"].items()}
+    return Computed(op, operands, args, kwargs, shape, dtype, checked)
+
+
 def total(parts: Sequence[Gather], *, average: bool = False) -> Gather:
     """The elementwise sum (or average) of gathers of one shape and dtype, in their order.
 
@@ -332,7 +376,7 @@ def _binary(op: str, one: Gather, other: Gather) -> Gather:
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """The elements of a tensor in row-major order as bytes; shared where it is contiguous."""
-    flat = tensor.contiguous().view(-1)
+    flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))  # one element may have any stride
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 

@@ -109,7 +109,7 @@ def make_plan(
     if not gathers:
         raise PlanError("no tensor is left to write", "check --include and --exclude")
     if output_format == BIN:
-        return _bin_plan(gathers)
+        return Plan((bin_file(gathers),), None, None)
     for name, gather in gathers.items():
         if gather.dtype.code is None:
             raise PlanError(
@@ -124,13 +124,10 @@ def make_plan(
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
     )
-    files = []
-    for filename, names in split.filename_to_tensors.items():
-        layout = safetensors_layout(
-            {n: (gathers[n].dtype, gathers[n].shape, gathers[n].nbytes) for n in names}
-        )
-        tensors = tuple(planned(name, gathers[name], offset) for name, offset in layout.offsets.items())
-        files.append(OutputFile(filename, layout.size, tensors, layout.header))
+    files = [
+        safetensors_file(filename, {name: gathers[name] for name in names})
+        for filename, names in split.filename_to_tensors.items()
+    ]
     if not split.is_sharded:
         return Plan(tuple(files), None, None)
     index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
@@ -138,11 +135,19 @@ def make_plan(
     return Plan(tuple(files), text.encode(), "model.safetensors.index.json")
 
 
-def _bin_plan(gathers: Mapping[str, Gather]) -> Plan:
+def safetensors_file(filename: str, gathers: Mapping[str, Gather]) -> OutputFile:
+    """The safetensors file of these tensors, each of them proved complete."""
+    layout = safetensors_layout({name: (g.dtype, g.shape, g.nbytes) for name, g in gathers.items()})
+    tensors = tuple(planned(name, gathers[name], offset) for name, offset in layout.offsets.items())
+    return OutputFile(filename, layout.size, tensors, layout.header)
+
+
+def bin_file(gathers: Mapping[str, Gather]) -> OutputFile:
+    """The ``pytorch_model.bin`` of these tensors, each of them proved complete."""
     archive = torch_archive({name: (g.dtype, g.shape, g.nbytes) for name, g in gathers.items()})
     places = [record.data_at for record in archive.records if record.content is None]
     tensors = tuple(planned(name, g, at) for (name, g), at in zip(gathers.items(), places, strict=True))
-    return Plan((OutputFile("pytorch_model.bin", archive.size, tensors, archive=archive),), None, None)
+    return OutputFile("pytorch_model.bin", archive.size, tensors, archive=archive)
 
 
 def planned(name: str, gather: Gather, offset: int) -> PlannedTensor:

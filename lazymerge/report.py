@@ -36,6 +36,8 @@ class MergeReport:
 
     Sizes are in bytes, times in seconds. `per_dtype` is dtype -> (tensors, bytes). `left_out` is what
     of the source is not in the result -> why. `resumed` are files that an earlier run had finished.
+    `disk` is what the result takes, sidecars included, and `disk_free` what its file system has left.
+    `budget` bounds `peak`, the resident memory of the process.
     """
 
     destination: Path
@@ -48,8 +50,11 @@ class MergeReport:
     per_dtype: Mapping[str, tuple[int, int]]
     bytes_read: int
     bytes_written: int
+    disk: int
+    disk_free: int
     workers: int
     block: int
+    budget: int
     predicted_peak: int
     peak: int
     seconds: float
@@ -75,6 +80,8 @@ def make_report(
     sidecars: Sidecars,
     spending: Spending,
     *,
+    budget: int,
+    disk_free: int,
     dry_run: bool,
     seconds: float,
     peak: int,
@@ -95,8 +102,11 @@ def make_report(
         per_dtype=plan.per_dtype(),
         bytes_read=plan.reads,
         bytes_written=plan.size,
+        disk=plan.size + sidecars.nbytes,
+        disk_free=disk_free,
         workers=spending.workers,
         block=spending.block,
+        budget=budget,
         predicted_peak=spending.peak,
         peak=peak,
         seconds=seconds,

@@ -351,6 +351,9 @@ def _named(builder: Builder, data: bytes, start: int) -> tuple[object, int]:
 
 
 def _words(window: bytes) -> tuple[memoryview, ...]:
-    """The 32-bit numbers at each position: that at `pos` is ``words[pos & 3][pos >> 2]``."""
+    """The 32-bit numbers at each position: that at `pos` is ``words[pos & 3][pos >> 2]``.
+
+    They are those of a little-endian machine, as all that lazymerge copies is.
+    """
     view = memoryview(window)
     return (view.cast("I"), *(view[shift : shift - 4].cast("I") for shift in (1, 2, 3)))

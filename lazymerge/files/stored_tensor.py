@@ -109,7 +109,7 @@ class TensorReader:
         self.file = file
         self.name = name
         self.locate = locate  # key -> where its bytes start in the file, and how many there are
-        self.storages: dict[tuple[str, DType], Storage] = {}
+        self.storages: dict[tuple[str, str], Storage] = {}
         self.plain: dict[str, Meaning] = {
             "torch._utils._rebuild_tensor": self.tensor,
             "torch._utils._rebuild_tensor_v2": self.tensor,
@@ -136,10 +136,10 @@ class TensorReader:
         if location == "meta":
             return Record(pid[1], pid)
         nbytes = count * dtype.itemsize
-        known = self.storages.get((key, dtype))
+        known = self.storages.get((key, dtype.name))
         if known is None:
             offset, found = self.locate(key)
-            known = self.storages[key, dtype] = Storage(self.file, key, dtype, offset, found)
+            known = self.storages[key, dtype.name] = Storage(self.file, key, dtype, offset, found)
         if nbytes > known.nbytes:
             raise DamagedFile(
                 f"{self.name}: storage {key[:100]!r} has {known.nbytes} bytes, expected {nbytes}", _COPY_AGAIN
@@ -222,7 +222,7 @@ class TensorReader:
 
     def check_numbers(self, storage: Storage, numbers: tuple[Any, ...]) -> None:
         for number in numbers:
-            if type(number) is not int or not 0 <= number < _MAX_NUMBER:
+            if type(number) is not int or number < 0 or number >= _MAX_NUMBER:
                 shown = number if type(number) is int and abs(number) < _MAX_NUMBER else type(number).__name__
                 raise DamagedFile(
                     f"{self.name}: a tensor in storage {storage.key[:100]!r} with {shown} as size, stride"

@@ -123,10 +123,12 @@ def _distributed(name: str, entries: list[tuple[int, Distributed]], fsdp_version
     regions: dict[Shape, Region] = {}
     copies = []
     for rank, entry in entries:
+        if entry.coordinate is None:
+            continue
         coordinate = tuple(
             at if decides else 0 for at, decides in zip(entry.coordinate, deciding, strict=True)
         )
-        _check_local(name, rank, entry, layout)
+        _check_local(name, rank, entry.region, layout, entry.coordinate)
         if coordinate in regions:
             if 0 not in entry.region.shape:
                 copies.append(Copy(name, regions[coordinate], entry.region))
@@ -168,7 +170,7 @@ def _ordered(name: str, entries: list[tuple[int, Distributed]], fsdp_version: in
 
 
 def _fits(entry: Distributed, layout: Layout) -> bool:
-    return box_of(layout, entry.coordinate).shape == entry.region.shape
+    return entry.coordinate is None or box_of(layout, entry.coordinate).shape == entry.region.shape
 
 
 def _check_layout(name: str, layout: Layout) -> None:
@@ -187,12 +189,12 @@ def _check_layout(name: str, layout: Layout) -> None:
         )
 
 
-def _check_local(name: str, rank: int, entry: Distributed, layout: Layout) -> None:
-    box = box_of(layout, entry.coordinate)
-    if box.shape != entry.region.shape and (box.numel or 0 not in entry.region.shape):
+def _check_local(name: str, rank: int, region: Region, layout: Layout, coordinate: Shape) -> None:
+    box = box_of(layout, coordinate)
+    if box.shape != region.shape and (box.numel or 0 not in region.shape):
         raise InconsistentCheckpoint(
-            f"{name}: rank {rank} holds a shard of shape {entry.region.shape}, expected {box.shape}"
-            f" of the tensor's {layout.shape} at mesh coordinate {entry.coordinate} of {layout.mesh}",
+            f"{name}: rank {rank} holds a shard of shape {region.shape}, expected {box.shape}"
+            f" of the tensor's {layout.shape} at mesh coordinate {coordinate} of {layout.mesh}",
             "the rank files do not belong together; check that they come from one save",
         )
 

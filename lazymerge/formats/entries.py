@@ -7,8 +7,6 @@ state keys that are not known are ignored. See shared/formats/fsdp-dcp.md, secti
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -16,11 +14,9 @@ from lazymerge.errors import DamagedFile, UnsupportedCheckpoint
 from lazymerge.files.inert_pickle import Global, Record
 from lazymerge.files.region import Region
 from lazymerge.files.torch_file import StoredTensor
+from lazymerge.formats.mesh import Mesh, read_mesh
 from lazymerge.formats.placement import Layout, Partial, Placement, Replicate, Shard
 from lazymerge.gather import Box, Piece, Shape
-
-MAX_MESH = 1 << 20
-"""Ranks of the largest mesh that is believed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +30,15 @@ class Plain:
 class Distributed:
     """A DTensor: this rank's local tensor, and how the whole is spread over the mesh.
 
-    `old` is whether torch 2.4 or older wrote it, whose FSDP2 left the order of cuts out.
-    `names` are those of the mesh dimensions, where it has any; `ranks` the mesh's ranks, row-major.
+    `coordinate` is None on ranks that the mesh leaves out; they hold nothing of it. `old` is whether
+    torch 2.4 or older wrote it, whose FSDP2 left the order of cuts out. `names` are those of the mesh
+    dimensions, where it has any.
     """
 
     layout: Layout
-    coordinate: Shape
+    coordinate: Shape | None
     region: Region
     names: tuple[str, ...] = ()
-    ranks: tuple[int, ...] = ()
     old: bool = False
 
 
@@ -106,7 +102,10 @@ class EntryReader:
             raise _odd(file, name, "a DTensor without a device mesh")
         cached = self._meshes.get(id(mesh_record))
         if cached is None:
-            cached = self._meshes[id(mesh_record)] = (mesh_record, read_mesh(file, name, rank, mesh_record))
+            cached = self._meshes[id(mesh_record)] = (
+                mesh_record,
+                read_mesh(f"{name} in {file}", rank, mesh_record),
+            )
         mesh = cached[1]
         placements = attrs.get("placements")
         if not isinstance(placements, tuple) or len(placements) != len(mesh.shape):
@@ -122,7 +121,7 @@ class EntryReader:
         )
         old = "._tensor." in f"{record.args[1]}."
         region = self._region(local)
-        return Distributed(self._once(layout), mesh.coordinate, region, mesh.names, mesh.ranks, old)
+        return Distributed(self._once(layout), mesh.coordinate, region, mesh.names, old)
 
     def _sharded(self, file: str, name: str, record: Record) -> Sharded:
         state = record.args[3]
@@ -144,133 +143,6 @@ class EntryReader:
         if None in boxes:
             raise _odd(file, name, "a ShardedTensor with damaged metadata")
         return Sharded(shape, tuple(pieces), self._once(frozenset(box for box in boxes if box is not None)))
-
-
-@dataclass(frozen=True, slots=True)
-class Mesh:
-    """A device mesh as this rank sees it: `ranks` are row-major, and empty where they are not recorded."""
-
-    shape: Shape
-    coordinate: Shape
-    names: tuple[str, ...]
-    ranks: tuple[int, ...]
-
-
-def read_mesh(file: str, name: str, rank: int, record: Record) -> Mesh:
-    """The mesh of any release of torch: its shape, and where this rank stands in it."""
-    attrs = record.attrs()
-    names = attrs.get("mesh_dim_names", attrs.get("_mesh_dim_names"))
-    names = names if isinstance(names, tuple) and all(isinstance(n, str) for n in names) else ()
-    ranks: tuple[int, ...] = ()
-    if isinstance(mesh := attrs.get("mesh", attrs.get("_mesh")), StoredTensor):  # up to 2.9
-        shape = mesh.shape
-        ranks = _integers(file, name, mesh)
-    else:  # since 2.10; a sub-mesh has its own layout and its root's rank map
-        axes = _layout_axes(attrs.get("_layout"))
-        if axes is None:
-            raise _odd(file, name, "a device mesh of an unknown form")
-        shape = tuple(size for size, _ in axes)
-        rank_map = attrs.get("_rank_map")
-        if isinstance(rank_map, StoredTensor) and axes:
-            ranks = _sub_ranks(_integers(file, name, rank_map), axes, rank)
-    size = 1
-    for n in shape:
-        size *= n
-    if not 0 < size <= MAX_MESH:
-        raise _odd(file, name, f"a device mesh of shape {shape}")
-    coordinate = attrs.get("_coordinate_on_dim")
-    if isinstance(coordinate, (list, tuple)):
-        coordinate = tuple(coordinate)
-    elif rank in ranks:
-        coordinate = _unravel(ranks.index(rank), shape)
-    else:
-        raise UnsupportedCheckpoint(
-            f"{name} in {file}: rank {rank} is not on the device mesh of its own DTensor ({shape})",
-            "its values are on other ranks; leave it out with --exclude if it is not wanted",
-        )
-    inside = len(coordinate) == len(shape) and all(
-        isinstance(at, int) and 0 <= at < n for at, n in zip(coordinate, shape, strict=False)
-    )
-    if not inside:
-        raise _odd(file, name, f"a coordinate {coordinate} outside its mesh of shape {shape}")
-    return Mesh(shape, coordinate, names, ranks)
-
-
-def _layout_axes(layout: object) -> list[tuple[int, int]] | None:
-    """(size, stride) of each dimension of a ``_MeshLayout``: shape and stride up to 2.12, axes in 2.13."""
-    if not isinstance(layout, Record):
-        return None
-    attrs = layout.attrs()
-    if isinstance(axes := attrs.get("axes"), tuple):
-        found = [_flat_axis(axis) for axis in axes]
-        return None if None in found else [axis for axis in found if axis is not None]
-    shape, stride = attrs.get("shape"), attrs.get("stride")
-    if isinstance(shape, int) and isinstance(stride, int):
-        return [(shape, stride)]
-    if is_shape(shape) and is_shape(stride) and len(shape) == len(stride):
-        return list(zip(shape, stride, strict=True))
-    return None
-
-
-def _flat_axis(axis: object) -> tuple[int, int] | None:
-    """One dimension of a mesh: a flattened one has several sizes, whose product it is (its last stride)."""
-    attrs = axis.attrs() if isinstance(axis, Record) else {}
-    shape, stride = attrs.get("shape"), attrs.get("stride")
-    shape = (shape,) if isinstance(shape, int) else shape
-    stride = (stride,) if isinstance(stride, int) else stride
-    if not is_shape(shape) or not is_shape(stride) or len(shape) != len(stride):
-        return None
-    size = 1
-    for n in shape:
-        size *= n
-    return size, stride[-1] if stride else 1
-
-
-def _sub_ranks(root: tuple[int, ...], axes: list[tuple[int, int]], rank: int) -> tuple[int, ...]:
-    """The ranks of the slice that holds `rank`, of a mesh with `axes` in its root's flat rank map."""
-    offsets = [0]
-    for size, stride in axes:
-        offsets = [at + i * stride for at in offsets for i in range(min(size, MAX_MESH))]
-        if len(offsets) > MAX_MESH:
-            return ()
-    if rank not in root:
-        return ()
-    for base in range(len(root)):
-        ranks = tuple(root[base + at] for at in offsets if base + at < len(root))
-        if len(ranks) == len(offsets) and rank in ranks:
-            return ranks
-    return ()
-
-
-def _unravel(index: int, shape: Shape) -> Shape:
-    coordinate = []
-    for size in reversed(shape):
-        index, at = divmod(index, size)
-        coordinate.append(at)
-    return tuple(reversed(coordinate))
-
-
-def _integers(file: str, name: str, tensor: StoredTensor) -> tuple[int, ...]:
-    """The elements of a small integer tensor, read from the file."""
-    region = tensor.region()
-    code = {"int32": "i", "int64": "q"}.get(region.dtype.name)
-    count = 1
-    for n in region.shape:
-        count *= n
-    if code is None or count > MAX_MESH or region.extent > MAX_MESH * 8:
-        raise _odd(file, name, f"a device mesh of shape {region.shape} and dtype {region.dtype}")
-    if not count:
-        return ()
-    raw = tensor.storage.file.read(region.offset, region.extent)
-    flat = struct.unpack(f"<{len(raw) // region.dtype.itemsize}{code}", raw)
-    return tuple(flat[at] for at in _offsets(region.shape, region.strides))
-
-
-def _offsets(shape: Shape, strides: Shape) -> Iterator[int]:
-    offsets = [0]
-    for size, stride in zip(shape, strides, strict=True):
-        offsets = [at + i * stride for at in offsets for i in range(size)]
-    return iter(offsets)
 
 
 def _tensor_class(record: Record) -> str | None:

@@ -92,7 +92,8 @@ def sidecar_folders(paths: Sequence[Path], options: OpenOptions) -> tuple[Path, 
 def _check_readable(path: Path) -> None:
     try:
         if path.is_dir():
-            next(os.scandir(path), None)
+            with os.scandir(path) as entries:
+                next(entries, None)
         else:
             path.stat()
     except OSError as error:

@@ -403,7 +403,7 @@ def in_small_thread(function: Any) -> None:
     "step", [b"\x85", b"]\x86", b"}\x86", b"(h\x00t\x86", b"(ca\nb\noNNN\x87"], ids=range(5)
 )
 def test_a_million_deep(step: bytes) -> None:
-    count = 1_000_000
+    count = 2_000_000 // (len(step) + 1)
     in_small_thread(lambda: read(b"Nq\x00" + step * count + b"."))
     for end in (
         b"}h\x01Ns.",
@@ -501,3 +501,53 @@ def test_errors_in_large_pickles_name_the_place() -> None:
     with pytest.raises(DamagedFile, match=r"at byte \d{5,}") as caught:
         read(damaged)
     assert not isinstance(caught.value, TruncatedPickle)
+
+
+STEPS = [
+    *(bytes([op]) for op in b"()]}NN.2001abdelostuQR\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x92\x93\x94"),
+    *(
+        b"K\x01",
+        b"M\x01\x02",
+        b"J\xff\xff\xff\xff",
+        b"I7\n",
+        b"L7L\n",
+        b"F1.5\n",
+        b"S'a'\n",
+        b"Va\n",
+        b"\x8c\x01a",
+    ),
+    *(
+        b"X\x01\x00\x00\x00b",
+        b"C\x01z",
+        b"\x96\x01" + bytes(7) + b"z",
+        b"U\x01a",
+        b"\x8a\x01\x05",
+        b"G" + bytes(8),
+    ),
+    *(b"q\x00", b"q\x01", b"h\x00", b"h\x01", b"r\x02\x00\x00\x00", b"j\x02\x00\x00\x00", b"p3\n", b"g3\n"),
+    *(b"ca\nb\n", b"ia\nb\n", b"Px\n", b"Vlatin1\n", b"\x80\x02", b"\x95" + bytes(8)),
+    *(
+        f"c{name}\n".encode()
+        for name in ("builtins\ngetattr", "builtins\nset", "builtins\nslice", "builtins\nint")
+    ),
+    *(
+        f"c{name}\n".encode()
+        for name in ("builtins\nbytes", "builtins\ndict", "builtins\ncomplex", "_codecs\nencode")
+    ),
+    *(
+        f"c{name}\n".encode()
+        for name in ("collections\nOrderedDict", "copyreg\n_reconstructor", "builtins\nobject")
+    ),
+]
+
+
+def test_random_programs() -> None:
+    generator = random.Random(3)
+    read_whole = 0
+    for _ in range(20_000):
+        program = b"".join(generator.choices(STEPS, k=generator.randrange(2, 25))) + b"."
+        with contextlib.suppress(LazymergeError):
+            value = read(program, persistent_load=lambda pid: pid)
+            read_whole += 1
+            assert "_Mark" not in repr(value)
+    assert read_whole > 100

@@ -1,0 +1,264 @@
+"""What a person sees: progress while a merge runs, its report, its log.
+
+Progress is a bar where stderr is a terminal and otherwise a line now and then, so that the log of a
+batch job has no carriage returns. Names come from checkpoints, so that whatever could steer a
+terminal is shown as an escape and no markup is read in them.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:  # each of these takes time that `--help` has not
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+    from rich.progress import TaskID
+
+    from lazymerge.report import MergeReport, OnProgress, Progress
+
+FIRST = 5
+"""How much of a list is shown to those who do not ask for all."""
+
+SECONDS = 5.0
+"""Between two lines of progress."""
+
+
+def printable(text: str) -> str:
+    """The text on one line, with what could steer a terminal written as escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people: "1.23 GB" is 1.23 x 10^9."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if nbytes < 999.5:
+            return f"{nbytes:.0f} {unit}" if unit == "bytes" else f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.3g} TB" if nbytes < 999.5 else f"{nbytes:,.0f} TB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: "0.8 s", "12 s", "2:05", "1:02:05"."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+# ------------------------------------------------------------------------------------ report
+
+
+def report_lines(report: MergeReport, *, everything: bool = False) -> Iterator[str]:
+    """The report, line by line; lists are cut after a few unless `everything` is wanted."""
+    did = "Would merge" if report.dry_run else "Merged"
+    yield f"{did} {report.format}, {report.topology}, into {printable(str(report.destination))}"
+    yield ""
+    for label, lines in _sections(report, everything):
+        for number, line in enumerate(lines):
+            yield f"  {'' if number else label:<9} {line}"
+    yield from _remarks(report)
+    yield ""
+    yield from _ending(report)
+
+
+def _sections(report: MergeReport, everything: bool) -> Iterator[tuple[str, Iterable[str]]]:
+    width = max(len(printable(name)) for name in report.files)
+    files = [f"{printable(name):<{width}}  {size(nbytes)}" for name, nbytes in report.files.items()]
+    left_out = [f"{printable(name)}: {printable(why)}" for name, why in report.left_out.items()]
+    yield "files", _first(files, everything)
+    yield "tensors", [f"{report.tensors:,}: {_per_dtype(report)}"]
+    yield from _foreseen(report) if report.dry_run else _measured(report)
+    yield "sidecars", [", ".join(printable(name) for name in report.sidecars) or "none"]
+    yield "left out", _first(left_out, everything)
+    yield (
+        "resumed",
+        _first([f"{printable(n)}  finished by an earlier run" for n in report.resumed], everything),
+    )
+
+
+def _measured(report: MergeReport) -> Iterator[tuple[str, Sequence[str]]]:
+    written = report.bytes_written - sum(report.files[name] for name in report.resumed)
+    rate = size(written / max(report.seconds, 1e-9))
+    yield "written", [f"{size(written)} in {duration(report.seconds)} ({rate}/s)"]
+    yield "memory", [f"{size(report.peak)} at most, of a budget of {size(report.budget)}"]
+
+
+def _foreseen(report: MergeReport) -> Iterator[tuple[str, Sequence[str]]]:
+    yield "read", [size(report.bytes_read)]
+    yield "write", [f"{size(report.disk)} of {size(report.disk_free)} that are free on the disk"]
+    yield "memory", [f"{size(report.predicted_peak)} at most, of a budget of {size(report.budget)}"]
+    yield "workers", [f"{report.workers}, with blocks of {size(report.block)}"]
+
+
+def _per_dtype(report: MergeReport) -> str:
+    return ", ".join(f"{n:,} {dtype} ({size(nbytes)})" for dtype, (n, nbytes) in report.per_dtype.items())
+
+
+def _first(lines: Sequence[str], everything: bool) -> Sequence[str]:
+    """The first few of the lines, and how many more there are."""
+    if everything or len(lines) <= FIRST + 1:
+        return lines
+    return [*lines[:FIRST], f"and {len(lines) - FIRST:,} more (--log-level debug lists all)"]
+
+
+def _remarks(report: MergeReport) -> Iterator[str]:
+    """Notes, then warnings, since what is last is read."""
+    notes = sorted(report.notes, key=lambda note: note.level == "warning")
+    if notes or _disk_is_short(report):
+        yield ""
+    for note in notes:
+        yield f"{_label(note.level)}{printable(note.text)}"
+    if _disk_is_short(report):
+        missing = size(report.disk - report.disk_free)
+        yield f"{_label('warning')}the disk of {printable(str(report.destination))} is short of {missing}"
+
+
+def _disk_is_short(report: MergeReport) -> bool:
+    return report.dry_run and report.disk_free < report.disk
+
+
+def _label(level: str) -> str:
+    return click.style("warning: ", fg="yellow", bold=True) if level == "warning" else "note: "
+
+
+def _ending(report: MergeReport) -> Iterator[str]:
+    if report.dry_run:
+        yield "Nothing was written; run without --dry-run to merge."
+    else:
+        yield "Load it:"
+        yield f"  {printable(report.how_to_load)}"
+
+
+# ---------------------------------------------------------------------------------- progress
+
+
+@contextmanager
+def progress_shown(quiet: bool) -> Iterator[OnProgress | None]:
+    """A callback that shows how far a merge is; None if it is to be quiet."""
+    if quiet:
+        yield None
+    elif sys.stderr.isatty() and (console := _terminal()) is not None:
+        with _bar(console) as bar:
+            yield _Moved(bar)
+    else:
+        yield Lines()
+
+
+def _terminal() -> Console | None:
+    """The terminal behind stderr; None if it cannot move its cursor."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    return console if console.is_terminal and not console.is_dumb_terminal else None
+
+
+def _bar(console: Console) -> Bar:
+    from rich import progress
+    from rich.table import Column
+
+    columns = (
+        progress.BarColumn(10, table_column=Column(no_wrap=True)),
+        progress.DownloadColumn(table_column=Column(no_wrap=True)),
+        progress.TransferSpeedColumn(table_column=Column(no_wrap=True)),
+        progress.TimeRemainingColumn(table_column=Column(no_wrap=True)),
+        progress.TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
+    )
+    return progress.Progress(*columns, console=console, refresh_per_second=5)
+
+
+class _Moved:
+    """Moves a bar at each event; it is there from the first one on."""
+
+    def __init__(self, bar: Bar) -> None:
+        self.bar = bar
+        self.room = max(30, bar.console.width - 45)  # beside the columns before the description
+        self.total = -1
+        self.task: TaskID | None = None
+
+    def __call__(self, event: Progress) -> None:
+        if event.total != self.total and self.task is not None:
+            self.bar.remove_task(self.task)
+            self.task = None
+        doing = "comparing " if event.stage == "check" else ""
+        text = f"RAM {size(event.resident)} {doing}{Path(printable(event.file or '')).stem}"[: self.room]
+        if self.task is None:
+            self.total = event.total
+            self.task = self.bar.add_task(text, total=event.total or None)
+        self.bar.update(self.task, completed=event.done, description=text)
+
+
+class Lines:
+    """Prints a line of progress on stderr at the first event, and then at most every few seconds."""
+
+    def __init__(self, seconds: float = SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seconds = seconds
+        self.clock = clock
+        self.next = 0.0
+        self.began: tuple[float, int] | None = None
+
+    def __call__(self, event: Progress) -> None:
+        now = self.clock()
+        if self.began is None and event.total:
+            self.began = now, event.done
+        if now >= self.next:
+            self.next = now + self.seconds
+            click.echo(self.line(event, now), err=True)
+
+    def line(self, event: Progress, now: float) -> str:
+        """How far it is: bytes, rate, time left, memory, file."""
+        parts = ["comparing copies" if event.stage == "check" else "writing"]
+        if event.total:
+            parts.append(f"{size(event.done)} of {size(event.total)} ({event.done * 100 // event.total} %)")
+        began, before = self.began or (now, event.done)
+        if now > began and event.done > before:
+            rate = (event.done - before) / (now - began)
+            parts += [f"{size(rate)}/s", f"{duration((event.total - event.done) / rate)} left"]
+        parts += [f"{size(event.resident)} resident", printable(event.file or "")]
+        return "  ".join(part for part in parts if part)
+
+
+# --------------------------------------------------------------------------------------- log
+
+
+@contextmanager
+def logged(level: str) -> Iterator[None]:
+    """Show what lazymerge logs in the block on stderr; with the time and the memory if `level` is debug."""
+    logger, handler = logging.getLogger("lazymerge"), _Handler()
+    handler.setFormatter(_Steps() if level == "debug" else _Plain())
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(level.upper())
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
+class _Handler(logging.Handler):
+    """Prints on what is stderr now, which is above the bar while there is one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        sys.stderr.write(self.format(record) + "\n")
+
+
+class _Plain(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return f"{record.levelname.lower()}: {printable(record.getMessage())}"
+
+
+class _Steps(_Plain):
+    def format(self, record: logging.LogRecord) -> str:
+        from lazymerge.budget import resident
+
+        at = self.formatTime(record, "%H:%M:%S")
+        return f"{at} {resident() / 1e6:6.0f} MB  {super().format(record)}"

@@ -1,0 +1,399 @@
+"""Every layout in which FSDP leaves its tensors, merged and compared with what was sharded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+import lazymerge
+from lazymerge.errors import InconsistentCheckpoint, NotACheckpoint, PlanError, UnsupportedCheckpoint
+from tests.checks import assert_same_model, assert_same_tensors, refused, tied_away
+from tests.makers.dtensors import Local, PerRank, Placed, dtensors
+from tests.makers.fixtures import FULL_RECIPES, RECIPES
+from tests.makers.layout import Made, copy_of, edit_rank, renamed
+from tests.makers.models import build_model
+from tests.makers.odd_tensors import TWO_BY_TWO, odd_tensors
+from tests.makers.old_torch import old_checkpoint
+
+FOUR = (("a", 4),)
+BOTH_ROWS = (Shard(0), Shard(0))
+DRAW = torch.Generator().manual_seed(3)
+
+
+def real(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=DRAW).to(dtype)
+
+
+# ---- models ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*RECIPES, *FULL_RECIPES])
+def test_a_sharded_model_is_what_went_in(checkpoint, tmp_path, name):
+    made = checkpoint(name)
+    report = lazymerge.merge(made.root, tmp_path / "out", component=made.leaf.name)
+    assert_same_model(tmp_path / "out", made.truth, tied=tied_away(made))
+    assert report.notes == ()
+    assert list(report.left_out) == tied_away(made)
+
+
+@pytest.mark.parametrize(
+    ("name", "model_name", "loader"),
+    [
+        ("fsdp2-llama", "llama", "AutoModelForCausalLM"),
+        ("fsdp2-llama-tied", "llama-tied", "AutoModelForCausalLM"),
+        ("fsdp2-qwen2", "qwen2", "AutoModelForCausalLM"),
+        ("fsdp2-gpt2", "gpt2", "AutoModelForCausalLM"),
+        ("fsdp2-qwen3", "qwen3", "AutoModelForCausalLM"),
+        ("fsdp2-tp", "llama", "AutoModelForCausalLM"),
+        ("fsdp1-hsdp", "qwen2-37", "AutoModelForCausalLM"),
+        ("full-model-pt", "gpt2", "AutoModelForCausalLM"),
+        ("fsdp2-value", "qwen2-value", "AutoModelForTokenClassification"),
+    ],
+)
+def test_transformers_computes_the_same_with_the_result(checkpoint, tmp_path, name, model_name, loader):
+    import transformers
+
+    made = checkpoint(name)
+    lazymerge.merge(made.root, tmp_path / "out", component=made.leaf.name)
+    model, info = getattr(transformers, loader).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert {kind: names for kind, names in info.items() if names} == {}
+    tokens = torch.arange(12).reshape(2, 6)
+    with torch.no_grad():
+        assert torch.equal(model.eval()(tokens).logits, build_model(model_name)(tokens).logits)
+
+
+# ---- names of a full state dict ----------------------------------------------------------------------------
+
+WRAPPED_NAMES: dict[str, Callable[[str], str]] = {
+    "module": lambda name: f"module.{name}",
+    "compiled": lambda name: f"_orig_mod.{name}",
+    "module of compiled": lambda name: f"module._orig_mod.{name}",
+    "compiled of module": lambda name: f"_orig_mod.module.{name}",
+    "twice": lambda name: f"module.module.{name}",
+    "fsdp": lambda name: "_fsdp_wrapped_module." + name.replace("0.", "0._fsdp_wrapped_module."),
+    "checkpointed": lambda name: name.replace("0.", "0._checkpoint_wrapped_module."),
+    "all": lambda name: (
+        "module._fsdp_wrapped_module._orig_mod."
+        + name.replace("0.", "0._fsdp_wrapped_module._checkpoint_wrapped_module.")
+    ),
+}
+NAMES = {
+    "model.embed.weight": real(4, 3),
+    "model.layers.0.q.weight": real(3, 3),
+    "model.layers.10.q.weight": real(3, 3),
+    "score": real(2),
+}
+
+
+@pytest.mark.parametrize("wrapper", list(WRAPPED_NAMES))
+@pytest.mark.parametrize("filename", ["pytorch_model.bin", "model.pt"])
+def test_prefixes_of_wrappers_are_stripped(tmp_path, wrapper, filename):
+    state = {WRAPPED_NAMES[wrapper](name): tensor for name, tensor in NAMES.items()}
+    torch.save(state, tmp_path / filename)
+    lazymerge.merge(tmp_path / filename, tmp_path / "out")
+    assert_same_model(tmp_path / "out", NAMES)
+
+
+def test_a_part_that_is_called_module_keeps_its_name(tmp_path):
+    truth = {"module.weight": real(2), "head.module.weight": real(2), "head.weight": real(2)}
+    torch.save(truth, tmp_path / "model.pt")
+    lazymerge.merge(tmp_path / "model.pt", tmp_path / "out")
+    assert_same_model(tmp_path / "out", truth)
+
+
+@pytest.mark.parametrize("key", ["model", "state_dict"])
+@pytest.mark.parametrize("zip_format", [True, False])
+def test_a_state_dict_inside_of_a_training_state(tmp_path, key, zip_format):
+    state = {"epoch": 3, key: NAMES, "optimizer": {"lr": 0.1}}
+    torch.save(state, tmp_path / "model.pt", _use_new_zipfile_serialization=zip_format)
+    report = lazymerge.merge(tmp_path / "model.pt", tmp_path / "out")
+    assert_same_model(tmp_path / "out", NAMES)
+    assert set(report.left_out) == {"epoch", "optimizer"}
+
+
+def test_names_in_rank_files_are_stripped_and_their_copies_compared(tmp_path):
+    """A warning about replicas also where the name that differs had a prefix."""
+    differs = PerRank(tuple(real(2) for _ in range(4)))
+    entries = {"module.x": (real(6, 2), (Shard(0),)), "module.differs": differs}
+    made = dtensors(tmp_path / "run", FOUR, entries)
+    report = lazymerge.merge(made.root, tmp_path / "out")
+    assert_same_model(tmp_path / "out", {n.removeprefix("module."): t for n, t in made.truth.items()})
+    assert [note.tensor for note in report.warnings] == ["differs"]
+
+
+# ---- releases of torch -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", ["2.1", "2.4", "2.7", "2.9", "2.12"])
+@pytest.mark.parametrize(
+    "name", ["fsdp2-tp-rows", "fsdp2-tp-uneven", "fsdp2-hsdp-tp", "fsdp2-hsdp", "fsdp1-uneven", "fsdp1-tp"]
+)
+def test_files_of_older_torch(checkpoint, tmp_path, name, version):
+    made = old_checkpoint(checkpoint(name), tmp_path / "old", version)
+    lazymerge.merge(made.root, tmp_path / "out")
+    assert_same_model(tmp_path / "out", made.truth, tied=tied_away(made))
+
+
+@pytest.mark.parametrize("version", ["2.1", "2.5", "2.10"])
+def test_meshes_of_older_torch(odd_meshes_checkpoint, tmp_path, version):
+    made = old_checkpoint(odd_meshes_checkpoint, tmp_path / "old", version)
+    lazymerge.merge(made.root, tmp_path / "out")
+    assert_same_model(tmp_path / "out", made.truth)
+
+
+@pytest.mark.parametrize("options", [{"zip_format": False}, {"python": (3, 10)}, {"cuda": 3}], ids=str)
+def test_files_of_older_torch_in_other_surroundings(checkpoint, tmp_path, options):
+    made = old_checkpoint(checkpoint("fsdp2-hsdp"), tmp_path / "old", "2.4", **options)
+    lazymerge.merge(made.root, tmp_path / "out")
+    assert_same_model(tmp_path / "out", made.truth)
+
+
+def torch_2_4(root: Path, rows: int, *, over_tp: bool, fsdp_version: int) -> Made:
+    """Rows that two mesh dimensions cut, written by a torch that did not say which of them went first."""
+    order = {0: (1, 0)} if over_tp else {}
+    entries = {"x": Placed(real(rows, 3), BOTH_ROWS, order=order), "norm": real(3)}
+    made = dtensors(root / "new", (("dp", 2), ("tp", 2)), entries, fsdp_version=fsdp_version)
+    return old_checkpoint(made, root / "old", "2.4")
+
+
+@pytest.mark.parametrize(("fsdp_version", "over_tp"), [(2, True), (1, False)])
+@pytest.mark.parametrize("rows", [6, 7, 8])
+@pytest.mark.parametrize("said_by", ["config", "option"])
+def test_the_order_of_cuts_by_the_version_of_fsdp(tmp_path, fsdp_version, over_tp, rows, said_by):
+    in_config, option = (fsdp_version, None) if said_by == "config" else (0, fsdp_version)
+    made = torch_2_4(tmp_path, rows, over_tp=over_tp, fsdp_version=in_config)
+    lazymerge.merge(made.root, tmp_path / "out", fsdp_version=option)
+    assert_same_model(tmp_path / "out", made.truth)
+
+
+@pytest.mark.parametrize("over_tp", [True, False])
+def test_the_order_of_cuts_by_the_shapes(tmp_path, over_tp):
+    """Six rows: the ranks hold 2, 2, 1, 1 of them or 2, 1, 2, 1."""
+    made = torch_2_4(tmp_path, 6, over_tp=over_tp, fsdp_version=0)
+    lazymerge.merge(made.root, tmp_path / "out")
+    assert_same_model(tmp_path / "out", made.truth)
+
+
+@pytest.mark.parametrize("over_tp", [True, False])
+@pytest.mark.parametrize("rows", [7, 8])
+def test_the_order_of_cuts_is_asked_for(tmp_path, over_tp, rows):
+    made = torch_2_4(tmp_path, rows, over_tp=over_tp, fsdp_version=0)
+    with refused(UnsupportedCheckpoint, "x: ", "--fsdp-version", dst=tmp_path / "out"):
+        lazymerge.merge(made.root, tmp_path / "out")
+
+
+def test_a_version_of_fsdp_that_the_shapes_contradict(tmp_path):
+    made = torch_2_4(tmp_path, 6, over_tp=True, fsdp_version=0)
+    with refused(InconsistentCheckpoint, "x: rank 1", "(2, 3)", "(1, 3)", dst=tmp_path / "out"):
+        lazymerge.merge(made.root, tmp_path / "out", fsdp_version=1)
+
+
+# ---- single tensors ----------------------------------------------------------------------------------------
+
+
+def test_odd_tensors(odd_tensors_checkpoint, tmp_path):
+    """Placements, orders, sub-meshes, padded and strided storages, element types: see `odd_tensors`."""
+    made = odd_tensors_checkpoint
+    report = lazymerge.merge(made.root, tmp_path / "out")
+    assert_same_model(tmp_path / "out", made.truth)
+    assert [note.tensor for note in report.notes] == ["differs"]
+
+
+def test_odd_tensors_in_the_legacy_container(tmp_path):
+    made = dtensors(tmp_path / "run", TWO_BY_TWO, odd_tensors(), zip_format=False)
+    lazymerge.merge(made.root, tmp_path / "out")
+    assert_same_model(tmp_path / "out", made.truth)
+
+
+def test_several_meshes_in_a_file(odd_meshes_checkpoint, tmp_path):
+    """Some leave ranks out."""
+    made = odd_meshes_checkpoint
+    report = lazymerge.merge(made.root, tmp_path / "out")
+    assert_same_model(tmp_path / "out", made.truth)
+    assert report.notes == ()
+
+
+@pytest.mark.parametrize("rows", range(10))
+def test_rows_that_ranks_do_not_divide(tmp_path, rows):
+    """Also 0 rows and fewer than there are ranks: over 4, torch cuts 5 into 2, 2, 1 and 0."""
+    entries = {"rows": (real(rows, 3), (Shard(0),)), "columns": (real(3, rows), (Shard(1),))}
+    made = dtensors(tmp_path / "run", FOUR, entries)
+    lazymerge.merge(made.root, tmp_path / "out")
+    assert_same_model(tmp_path / "out", made.truth)
+
+
+def test_complex128_has_no_place_in_safetensors_but_in_a_bin(tmp_path):
+    made = dtensors(
+        tmp_path / "run", FOUR, {"wave": (torch.randn(6, 2, dtype=torch.complex128), (Shard(0),))}
+    )
+    with refused(PlanError, "wave", "complex128", "bin", dst=tmp_path / "out"):
+        lazymerge.merge(made.root, tmp_path / "out")
+    lazymerge.merge(made.root, tmp_path / "bin", output_format="bin")
+    assert_same_tensors(torch.load(tmp_path / "bin/pytorch_model.bin", weights_only=True), made.truth)
+
+
+# ---- partial values ----------------------------------------------------------------------------------------
+
+
+def partial(root: Path, parts: list[torch.Tensor], operation: str = "sum") -> Made:
+    entry = Local(tuple(parts), (Partial(operation),), parts[0].shape)
+    return dtensors(root, (("a", len(parts)),), {"x": entry})
+
+
+@pytest.mark.parametrize("ranks", [4, 12])
+@pytest.mark.parametrize("operation", ["sum", "avg"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_partial_values_are_added_in_the_order_of_ranks(tmp_path, ranks, operation, dtype):
+    """In fp32 for half types; twelve ranks are not in the order of their names as text."""
+    if operation == "avg" and ranks == 12:
+        pytest.skip("the order is that of the sum")
+    parts = [(real(40, 30) * 10 ** (rank % 5)).to(dtype) for rank in range(ranks)]
+    expected, other = parts[0].float(), parts[-1].float()
+    for part, previous in zip(parts[1:], reversed(parts[:-1]), strict=True):
+        expected, other = expected + part.float(), other + previous.float()
+    divisor = ranks if operation == "avg" else 1
+    rounded = sum(parts[1:], parts[0]) / divisor
+    expected, other = (expected / divisor).to(dtype), (other / divisor).to(dtype)
+    assert not torch.equal(expected, other) or dtype != torch.float32, "the order makes no difference"
+    assert not torch.equal(expected, rounded) or dtype == torch.float32, "the width makes no difference"
+    lazymerge.merge(partial(tmp_path / "run", parts, operation).root, tmp_path / "out")
+    assert_same_model(tmp_path / "out", {"x": expected})
+
+
+def test_partial_integers(tmp_path):
+    parts = [torch.arange(6) * 10**rank for rank in range(4)]
+    lazymerge.merge(partial(tmp_path / "run", parts).root, tmp_path / "out")
+    assert_same_model(tmp_path / "out", {"x": torch.arange(6) * 1111})
+
+
+@pytest.mark.parametrize("other", [Shard(0), Shard(1), Replicate()], ids=str)
+@pytest.mark.parametrize("partial_first", [True, False])
+def test_partial_values_of_shards_and_of_replicas(tmp_path, other, partial_first):
+    placements = (Partial(), other) if partial_first else (other, Partial())
+    made = dtensors(tmp_path / "run", TWO_BY_TWO, {"x": Placed(torch.arange(35).reshape(5, 7), placements)})
+    lazymerge.merge(made.root, tmp_path / "out")
+    assert_same_model(tmp_path / "out", made.truth)
+
+
+@pytest.mark.parametrize("operation", ["max", "min", "product"])
+def test_other_reductions_are_refused(tmp_path, operation):
+    made = partial(tmp_path / "run", [real(3) for _ in range(2)], operation)
+    with refused(UnsupportedCheckpoint, "x: ", operation, "full_tensor", dst=tmp_path / "out"):
+        lazymerge.merge(made.root, tmp_path / "out")
+
+
+# ---- plain entries -----------------------------------------------------------------------------------------
+
+
+def test_plain_entries_beside_shards_that_happen_to_be_equal(tmp_path):
+    """What is sharded is said by each entry: neither by the first key nor by a look at the values."""
+    entries = {
+        "plain": torch.ones(2, 3),
+        "sharded": (torch.ones(8, 3), (Shard(0),)),
+        "zeros": (torch.zeros(4), (Shard(0),)),
+        "step": torch.tensor(7),
+        "replicated": (torch.ones(2, 3), (Replicate(),)),
+    }
+    made = dtensors(tmp_path / "run", FOUR, entries)
+    report = lazymerge.merge(made.root, tmp_path / "out")
+    assert_same_model(tmp_path / "out", made.truth)
+    assert report.notes == ()
+
+
+@pytest.mark.parametrize("differing", [1, 2, 3])
+def test_a_plain_entry_that_differs(tmp_path, differing):
+    values = tuple(torch.full((3,), float(rank == differing)) for rank in range(4))
+    made = dtensors(tmp_path / "run", FOUR, {"same": real(3), "rotary": PerRank(values)})
+    report = lazymerge.merge(made.root, tmp_path / "out")
+    assert_same_model(tmp_path / "out", made.truth)
+    (note,) = report.notes
+    assert (note.level, note.tensor) == ("warning", "rotary")
+    assert made.rank_file(differing).name in note.text
+    with refused(InconsistentCheckpoint, "rotary", made.rank_file(differing).name, dst=tmp_path / "strict"):
+        lazymerge.merge(made.root, tmp_path / "strict", strict=True)
+
+
+def test_copies_need_not_be_compared(tmp_path):
+    made = dtensors(tmp_path / "run", FOUR, {"rotary": PerRank(tuple(real(3) for _ in range(4)))})
+    report = lazymerge.merge(made.root, tmp_path / "out", check_copies=False)
+    assert_same_model(tmp_path / "out", made.truth)
+    assert report.notes == ()
+
+
+def test_a_plain_entry_of_two_shapes(tmp_path):
+    made = dtensors(tmp_path / "run", FOUR, {"x": PerRank((real(3), real(3), real(2), real(3)))})
+    with refused(InconsistentCheckpoint, "x: ", "(3,)", "rank 2", "(2,)", dst=tmp_path / "out"):
+        lazymerge.merge(made.root, tmp_path / "out")
+
+
+def test_an_entry_that_is_sharded_on_some_ranks_only(checkpoint, tmp_path):
+    made = copy_of(checkpoint("fsdp2-hsdp"), tmp_path / "run")
+    name = "model.norm.weight"
+    edit_rank(made, 3, lambda state: state.update({name: made.truth[name]}))
+    with refused(InconsistentCheckpoint, name, "plain", "distributed", dst=tmp_path / "out"):
+        lazymerge.merge(made.root, tmp_path / "out")
+
+
+# ---- where the files are -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["run", "step", "component", "relative"])
+def test_any_level_of_a_run(checkpoint, tmp_path, monkeypatch, level):
+    made = checkpoint("fsdp2-llama")
+    monkeypatch.chdir(made.leaf.parent)
+    src = {"run": made.root, "step": made.leaf.parent, "component": made.leaf, "relative": "actor"}[level]
+    report = lazymerge.merge(src, tmp_path / "out")
+    assert_same_model(tmp_path / "out", made.truth)
+    assert "tokenizer.json" in report.sidecars
+
+
+@pytest.mark.parametrize("level", ["run", "step"])
+def test_actor_and_critic_of_a_step(checkpoint, tmp_path, level):
+    actor, critic = checkpoint("fsdp2-llama"), checkpoint("fsdp2-value")
+    both = copy_of(actor, tmp_path / "run")
+    shutil.copytree(critic.leaf, both.leaf.parent / "critic")
+    src = both.root if level == "run" else both.leaf.parent
+    lazymerge.merge(src, tmp_path / "actor")
+    lazymerge.merge(src, tmp_path / "critic", component="critic")
+    assert_same_model(tmp_path / "actor", actor.truth)
+    assert_same_model(tmp_path / "critic", critic.truth)
+
+
+def test_a_critic_is_not_taken_for_an_actor(checkpoint, tmp_path):
+    made = checkpoint("fsdp2-value")
+    with refused(NotACheckpoint, "critic", "no actor", "--component critic", dst=tmp_path / "out"):
+        lazymerge.merge(made.root, tmp_path / "out")
+
+
+@pytest.mark.parametrize("pattern", ["rank_{rank}.pt", "pytorch_model_fsdp_0_rank{rank}.bin"])
+@pytest.mark.parametrize("with_config", [True, False])
+@pytest.mark.parametrize("name", ["fsdp2-twelve", "sharded-tensor-uneven"])
+def test_other_names_of_rank_files(checkpoint, tmp_path, pattern, with_config, name):
+    made = checkpoint(name)
+    folder = renamed(made, tmp_path / "ranks", pattern)
+    if with_config:
+        config = {"FSDP_version": made.fsdp_version, "world_size": made.world_size}
+        (folder / "fsdp_config.json").write_text(json.dumps(config))
+    lazymerge.merge(folder, tmp_path / "out")
+    assert_same_model(tmp_path / "out", made.truth)
+
+
+@pytest.mark.parametrize("turned", [True, False])
+@pytest.mark.parametrize("name", ["fsdp2-twelve", "sharded-tensor", "fsdp2-tp-rows", "fsdp2-gpt2"])
+def test_ranks_that_stayed_on_their_nodes(checkpoint, tmp_path, name, turned):
+    made = checkpoint(name)
+    nodes = [tmp_path / "node0", tmp_path / "node1"]
+    for at, node in enumerate(nodes):
+        node.mkdir()
+        for rank in range(at, made.world_size, 2):
+            shutil.copy(made.rank_file(rank), node)
+    shutil.copytree(made.sidecars, nodes[0] / "huggingface")
+    lazymerge.merge(nodes[::-1] if turned else nodes, tmp_path / "out")
+    assert_same_model(tmp_path / "out", made.truth, tied=tied_away(made))
+    assert (tmp_path / "out/config.json").exists()

@@ -1,0 +1,227 @@
+"""Lazy tensors against eager ones on the same data: random chains, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lazymerge import compute
+from lazymerge.compute import in_memory
+from lazymerge.gather import cat
+from lazymerge.tensor import LazyTensor
+
+
+def lazy(tensor: torch.Tensor, parts: int = 2) -> LazyTensor:
+    """The tensor, lazily, as shards along its first dimension."""
+    if not tensor.dim():
+        return LazyTensor(in_memory(tensor))
+    return LazyTensor(cat([in_memory(part) for part in tensor.chunk(parts)], 0))
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return bytes(compute.raw_bytes(tensor))
+
+
+def assert_same(result: torch.Tensor, expected: torch.Tensor) -> None:
+    assert result.shape == expected.shape
+    assert result.dtype == expected.dtype
+    if expected.numel():  # strides that are ever stepped by
+        pairs = zip(result.stride(), expected.stride(), expected.shape, strict=True)
+        assert all(mine == torchs for mine, torchs, size in pairs if size > 1)
+    real = result.materialize() if isinstance(result, LazyTensor) else result
+    assert bits(real) == bits(expected)
+
+
+OPERATIONS = {
+    "narrow": lambda x, d: x.narrow(0, d(0, x.shape[0] - 1), 1) if x.dim() else x,
+    "slice": lambda x, d: x[:: d(1, 3)] if x.dim() else x,
+    "slice last": lambda x, d: x[..., d(0, 2) :: d(1, 2)] if x.dim() else x,
+    "select": lambda x, d: x.select(d(0, x.dim() - 1), -1) if x.dim() and 0 not in x.shape else x,
+    "index_select": lambda x, d: (
+        x.index_select(0, torch.tensor([d(0, x.shape[0] - 1) for _ in range(3)])) if x.dim() and x.shape[0] else x
+    ),
+    "reshape": lambda x, d: x.reshape(-1) if d(0, 1) else x.reshape(1, -1, 1),
+    "flatten": lambda x, d: x.flatten(),
+    "unflatten": lambda x, d: x.unflatten(0, (-1, 1)) if x.dim() and x.shape[0] else x,
+    "permute": lambda x, d: x.permute(*reversed(range(x.dim()))) if x.dim() else x,
+    "transpose": lambda x, d: x.transpose(0, -1) if x.dim() else x,
+    "t": lambda x, d: x.t() if x.dim() <= 2 else x,
+    "cat": lambda x, d: torch.cat([x, x], d(0, x.dim() - 1)) if x.dim() else x,
+    "cat real": lambda x, d: torch.cat([x, torch.ones(x.shape, dtype=x.dtype)], 0) if x.dim() else x,
+    "stack": lambda x, d: torch.stack([x, x], d(0, x.dim())),
+    "split": lambda x, d: x.split(d(1, 3), 0)[-1] if x.dim() and x.shape[0] else x,
+    "split sizes": lambda x, d: x.split([1, x.shape[0] - 1], 0)[1] if x.dim() and x.shape[0] else x,
+    "chunk": lambda x, d: x.chunk(d(1, 3), 0)[0] if x.dim() and x.shape[0] else x,
+    "unbind": lambda x, d: x.unbind(0)[0] if x.dim() and x.shape[0] else x,
+    "squeeze": lambda x, d: x.squeeze(),
+    "unsqueeze": lambda x, d: x.unsqueeze(d(0, x.dim())),
+    "expand": lambda x, d: x.expand(2, *x.shape),
+    "clone": lambda x, d: x.clone(),
+    "contiguous": lambda x, d: x.contiguous(),
+    "detach": lambda x, d: x.detach(),
+    "to": lambda x, d: x.to([torch.float32, torch.bfloat16, torch.float16, torch.float64][d(0, 3)]),
+    "add": lambda x, d: x + x,
+    "add alpha": lambda x, d: torch.add(x, x, alpha=2),
+    "add scalar": lambda x, d: x + 1,
+    "add row": lambda x, d: x + x[:1] if x.dim() else x,
+    "sub": lambda x, d: x - torch.ones((), dtype=x.dtype),
+    "mul": lambda x, d: x * 0.5,
+    "matmul": lambda x, d: x @ x.t() if x.dim() == 2 else x,
+    "sum": lambda x, d: x.sum(d(0, x.dim() - 1), keepdim=bool(d(0, 1))) if x.dim() else x.sum(),
+    "sum all": lambda x, d: x.sum(),
+    "norm": lambda x, d: torch.linalg.norm(x.float(), dim=-1, keepdim=True) if x.dim() else x,
+    "other": lambda x, d: x.roll(1),
+}
+
+
+def replaying(numbers: list[int]) -> Callable[[int, int], int]:
+    """The same draws once more."""
+    remaining = iter(numbers)
+    return lambda low, high: next(remaining)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.data())
+def test_chains_are_bit_for_bit_what_eager_torch_says(data):
+    """Values are small integers, so that sums and products are exact in whatever order they are made."""
+    shape = data.draw(st.lists(st.integers(1, 4), max_size=3))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int32]))
+    eager = (torch.arange(math.prod(shape)) % 5 - 2).reshape(shape).to(dtype)
+    recorded: torch.Tensor = lazy(eager, data.draw(st.integers(1, 3)))
+    for _ in range(data.draw(st.integers(1, 6))):
+        if eager.numel() > 2000:
+            break
+        name = data.draw(st.sampled_from(list(OPERATIONS)))
+        numbers: list[int] = []
+
+        def draw(low: int, high: int, numbers: list[int] = numbers) -> int:
+            numbers.append(data.draw(st.integers(low, max(low, high))))
+            return numbers[-1]
+
+        try:
+            expected = OPERATIONS[name](eager, draw)
+        except (RuntimeError, IndexError) as error:
+            with pytest.raises(type(error)):
+                OPERATIONS[name](recorded, replaying(numbers))
+            return
+        recorded = OPERATIONS[name](recorded, replaying(numbers))
+        eager = expected
+        assert_same(recorded, eager)
+
+
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if name != "other"])
+def test_none_of_them_reads(name, monkeypatch):
+    """What is recorded is recorded: no operand is materialised on the way."""
+    monkeypatch.setattr(LazyTensor, "materialize", lambda self: pytest.fail(f"{name} reads"))
+    x = lazy(torch.arange(24.0).reshape(4, 6))
+    result = OPERATIONS[name](x, lambda low, high: low)
+    assert isinstance(result, LazyTensor)
+
+
+def test_another_operator_reads_and_says_so_once(caplog):
+    x = lazy(torch.arange(6.0))
+    with caplog.at_level(logging.INFO, "lazymerge"):
+        for _ in range(2):
+            assert torch.equal(x.cumsum(0), torch.arange(6.0).cumsum(0))
+    assert [record.message for record in caplog.records if "cumsum" in record.message] == [
+        "aten.cumsum.default has no lazy form: its operands are read into memory"
+    ]
+
+
+def test_eager_errors_stay_errors():
+    x = lazy(torch.zeros(4, 6))
+    with pytest.raises(RuntimeError, match="size"):
+        x.t().view(24)
+    with pytest.raises(RuntimeError, match="invalid"):
+        x.view(5, 5)
+    with pytest.raises(IndexError):
+        x.select(0, 4)
+    with pytest.raises(IndexError):
+        x.index_select(0, torch.tensor([4]))
+
+
+def test_changing_it_in_place_is_refused():
+    x = lazy(torch.zeros(4))
+    for change in (lambda: x.add_(1), lambda: x.zero_(), lambda: x.copy_(torch.ones(4))):
+        with pytest.raises(TypeError, match="in place"):
+            change()
+
+
+def test_copy_into_a_real_tensor_reads_a_block_at_a_time(monkeypatch):
+    monkeypatch.setattr("lazymerge.tensor.COPY_BLOCK", 64)
+    monkeypatch.setattr(LazyTensor, "materialize", lambda self: pytest.fail("read whole"))
+    truth = torch.randn(8, 16)
+    sizes = []
+    read = compute.read
+    monkeypatch.setattr(compute, "read", lambda gather, window: sizes.append(window.numel) or read(gather, window))
+    real = torch.empty(8, 16)
+    real.copy_(lazy(truth))
+    assert torch.equal(real, truth)
+    assert max(sizes) * 4 <= 64
+
+
+def test_copy_casts_and_broadcasts_like_torch():
+    real = torch.empty(3, 4, dtype=torch.bfloat16)
+    real.copy_(lazy(torch.arange(4.0)))
+    assert torch.equal(real, torch.arange(4.0).expand(3, 4).to(torch.bfloat16))
+
+
+def test_load_state_dict_takes_lazy_tensors():
+    model = torch.nn.Linear(6, 4)
+    weight, bias = torch.randn(4, 6), torch.randn(4)
+    model.load_state_dict({"weight": lazy(weight), "bias": lazy(bias)})
+    assert torch.equal(model.weight, weight)
+    assert torch.equal(model.bias, bias)
+
+
+def test_what_reaches_for_the_data_gets_it():
+    truth = torch.arange(6.0).reshape(2, 3)
+    x = lazy(truth)
+    assert (x.numpy() == truth.numpy()).all()
+    assert x.tolist() == truth.tolist()
+    assert x[0, 1].item() == 1.0
+    buffer = io.BytesIO()
+    torch.save(x, buffer)
+    buffer.seek(0)
+    assert torch.equal(torch.load(buffer), truth)
+    assert torch.equal(copy.deepcopy(x).materialize(), truth)
+    assert repr(x) == "LazyTensor(shape=(2, 3), dtype=torch.float32)"
+
+
+def test_blocks_cover_it():
+    truth = torch.arange(30.0).reshape(5, 6)
+    result = torch.zeros(5, 6)
+    for index, block in lazy(truth).blocks(48):
+        assert block.numel() * 4 <= 48
+        result[index] = block
+    assert torch.equal(result, truth)
+
+
+def test_a_product_does_not_depend_on_the_block_that_is_read():
+    a, b = torch.randn(64, 300), torch.randn(300, 200)
+    product = lazy(a) @ b
+    whole = product.materialize()
+    for _, block in product.blocks(200 * 4):
+        assert torch.equal(block, whole[: block.shape[0]])
+        whole = whole[block.shape[0] :]
+
+
+def test_mixed_dtypes_are_promoted_as_torch_promotes_them():
+    x, y = torch.ones(2, 2, dtype=torch.bfloat16), torch.zeros(2, 2)
+    assert_same(torch.cat([lazy(x), lazy(y)]), torch.cat([x, y]))
+    assert_same(lazy(x) + y, x + y)
+
+
+def test_every_dtype_can_be_read_back():
+    for name in ("bool", "uint8", "int64", "float8_e4m3fn", "float16", "complex64", "complex128", "uint16"):
+        raw = torch.randint(0, 2, (4, 16), dtype=torch.uint8)
+        truth = raw.bool() if name == "bool" else raw.view(getattr(torch, name))
+        assert_same(lazy(truth, 1), truth)
