@@ -45,17 +45,19 @@ def main() -> None:
     cli(prog_name="lazymerge")
 
 
-@click.group(context_settings=CONTEXT)
+def examples(*commands: str) -> str:
+    """What stands at the end of a command's help, line for line."""
+    return "\n".join(["\b\nExamples:", *(f"  lazymerge {command}" for command in commands)])
+
+
+@click.group(
+    context_settings=CONTEXT,
+    epilog=examples("merge checkpoints/global_step_100 model/", "merge --help"),
+)
 @click.version_option(__version__, message="%(prog)s %(version)s")
 @click.pass_context
 def cli(context: click.Context) -> None:
-    r"""Sharded training checkpoints into Hugging Face models, with the speed and the memory of cp.
-
-    \b
-    Examples:
-      lazymerge merge checkpoints/global_step_100 model/
-      lazymerge merge --help
-    """
+    """Sharded training checkpoints into Hugging Face models, with the speed and the memory of cp."""
     if os.environ.get("NO_COLOR"):
         context.color = False
 
@@ -78,7 +80,15 @@ def talk_options(command: Command) -> Command:
     return command
 
 
-@cli.command()
+@cli.command(
+    epilog=examples(
+        "merge checkpoints/global_step_100 model/",
+        "merge checkpoints/global_step_100 model/ --dry-run",
+        "merge checkpoints/global_step_100 model/ --dtype bfloat16 --max-ram 1GB",
+        "merge checkpoints/global_step_100 value/ --component critic",
+        "merge node0/actor node1/actor model/ --json | jq .peak",
+    )
+)
 @click.argument("src", nargs=-1, required=True, type=FOLDER)
 @click.argument("dst", type=FOLDER)
 @click.option(
@@ -157,18 +167,10 @@ def merge(
     log_level: str | None,
     **options: Any,
 ) -> None:
-    r"""Merge the checkpoint at SRC into a Hugging Face model in the folder DST.
+    """Merge the checkpoint at SRC into a Hugging Face model in the folder DST.
 
     SRC is a run, a step of it, or the folder of the rank files; several are taken together, as ranks
     that stayed on their nodes. A merge that was interrupted goes on when it is given again.
-
-    \b
-    Examples:
-      lazymerge merge checkpoints/global_step_100 model/
-      lazymerge merge checkpoints/global_step_100 model/ --dry-run
-      lazymerge merge checkpoints/global_step_100 model/ --dtype bfloat16 --max-ram 1GB
-      lazymerge merge checkpoints/global_step_100 value/ --component critic
-      lazymerge merge node0/actor node1/actor model/ --json | jq .peak
     """
     level = log_level or ("error" if quiet else "warning")
     with failures_told(as_json, level == "debug"), logged(level):

@@ -27,6 +27,9 @@ from lazymerge.plan import OutputFile, PlannedTensor
 SMALLEST_RUN = 64 << 10
 """Bytes from which on a run goes through the kernel; below, a call costs more than a copy."""
 
+FORGOTTEN_FROM = 1 << 20
+"""Bytes of a tensor whose source is worth a call that drops it from the page cache."""
+
 LARGEST_COPY = 64 << 20
 """Bytes that one step copies, so that workers share a large tensor and progress moves."""
 
@@ -49,6 +52,11 @@ class FillBlock:
     window: Box
     at: int
     size: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it ends its tensor."""
+        return self.at + self.size == self.tensor.offset + self.tensor.nbytes
 
 
 Step = CopyRun | FillBlock
@@ -94,6 +102,8 @@ def _work(queue: _Queue, copier: Copier, block: int, on_bytes: Callable[[int], N
                 with memoryview(buffer)[: step.size] as view:
                     fill(step.tensor.gather, step.window, view, block)
                     write_all(copier.target, copier.name, view, step.at)
+                if step.is_last and step.tensor.nbytes >= FORGOTTEN_FROM:
+                    _forget(step.tensor)
             start_writeback(copier.target, step.at, step.size)
             on_bytes(step.size)
         except Exception as error:
@@ -119,6 +129,13 @@ def _checksum(target: int, tensor: PlannedTensor, block: int) -> int:
     for at in range(0, tensor.nbytes, block):
         crc = zlib.crc32(os.pread(target, min(block, tensor.nbytes - at), tensor.offset + at), crc)
     return crc
+
+
+def _forget(tensor: PlannedTensor) -> None:
+    """Let the kernel drop what was read of the source: other programs have a use for the memory."""
+    for _, region in tensor.gather.pieces():
+        if isinstance(region.source, LocalFile):
+            region.source.forget(region.offset, region.extent)
 
 
 class _Queue:

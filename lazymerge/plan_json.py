@@ -4,7 +4,7 @@
      "sources": [{"path": ..., "size": bytes, "mtime_ns": ...},          a file
                  {"op": ATen name, "operands": [gather, ...], ...},      a computation
                  {"memory": base64}],                                    a small tensor
-     "files": [{"name": ..., "tensors": [{"name", "dtype", "shape", "gather"}]}]}
+     "files": [{"name": ..., "tensors": [{"name", "shape", "gather"}]}]}
 
 A gather is ``{"dtype", "shape", "pieces": [[start, shape, strides, source, offset], ...]}``: `source` is
 an index into the sources, `offset` in bytes, strides in elements. Offsets in output files are worked
@@ -44,7 +44,6 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
             "tensors": [
                 {
                     "name": tensor.name,
-                    "dtype": tensor.dtype.name,
                     "shape": list(tensor.shape),
                     "gather": writer.gather(tensor.gather),
                 }

@@ -17,7 +17,7 @@ from tests.checks import assert_same_model, assert_same_tensors, refused, tied_a
 from tests.makers.dtensors import Local, PerRank, Placed, dtensors
 from tests.makers.fixtures import FULL_RECIPES, RECIPES
 from tests.makers.layout import Made, copy_of, edit_rank, renamed
-from tests.makers.models import build_model
+from tests.makers.models import MODELS
 from tests.makers.odd_tensors import TWO_BY_TWO, odd_tensors
 from tests.makers.old_torch import old_checkpoint
 
@@ -63,9 +63,13 @@ def test_transformers_computes_the_same_with_the_result(checkpoint, tmp_path, na
     lazymerge.merge(made.root, tmp_path / "out", component=made.leaf.name)
     model, info = getattr(transformers, loader).from_pretrained(tmp_path / "out", output_loading_info=True)
     assert {kind: names for kind, names in info.items() if names} == {}
+    before = MODELS[model_name]().eval()
+    before.load_state_dict(made.truth)
     tokens = torch.arange(12).reshape(2, 6)
     with torch.no_grad():
-        assert torch.equal(model.eval()(tokens).logits, build_model(model_name)(tokens).logits)
+        after, logits = model.eval()(tokens).logits, before(tokens).logits
+    assert torch.isfinite(logits).all()
+    assert bool((after == logits).all())  # a comparison of bools keeps pytest from printing models
 
 
 # ---- names of a full state dict ----------------------------------------------------------------------------
@@ -143,7 +147,7 @@ def test_files_of_older_torch(checkpoint, tmp_path, name, version):
 @pytest.mark.parametrize("version", ["2.1", "2.5", "2.10"])
 def test_meshes_of_older_torch(odd_meshes_checkpoint, tmp_path, version):
     made = old_checkpoint(odd_meshes_checkpoint, tmp_path / "old", version)
-    lazymerge.merge(made.root, tmp_path / "out")
+    lazymerge.merge(made.root, tmp_path / "out", fsdp_version=1)  # cut left to right, not by FSDP2 over TP
     assert_same_model(tmp_path / "out", made.truth)
 
 

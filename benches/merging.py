@@ -1,0 +1,133 @@
+"""The benches that write: merges against `cp`, against loading everything, and against plain reads and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benches import roads
+from benches.checkpoints import Recipe, make
+from benches.measure import Place, Road, Run, alternate, remove
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one road did with one checkpoint in one place: its runs, and the bytes of all tensors."""
+
+    what: str
+    place: str
+    road: str
+    nbytes: int
+    runs: Sequence[Run]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How to measure: where, how often, and whether small (a smoke test)."""
+
+    places: tuple[Place, ...]
+    repeat: int
+    quick: bool
+    verl: str | None  # a Python that has verl
+    tell: Callable[[str], None]
+
+    def scaled(self, recipe: Recipe) -> Recipe:
+        """The recipe, or a small one of its kind for a smoke test."""
+        if not self.quick:
+            return recipe
+        layers = max(1, recipe.layers // 10)
+        return Recipe(
+            recipe.name + "-quick",
+            layers,
+            recipe.ranks if not recipe.tiny else recipe.ranks // 16,
+            recipe.dtype,
+            recipe.cut,
+            recipe.tiny,
+            recipe.single // 4,
+        )
+
+
+GB1 = Recipe("bf16-1.0", layers=5)
+GB4 = Recipe("bf16-4.4", layers=29)
+GB8 = Recipe("bf16-8.0", layers=55)
+FP32 = Recipe("fp32-4.3", layers=13, dtype="float32")
+ROWS = Recipe("bf16-4.4-shard1", layers=29, cut=1)
+SINGLE = Recipe("one-2.1", single=1 << 15)
+
+
+def merge(settings: Settings) -> list[Row]:
+    """4.4 GB of bf16 on 4 ranks, no cast: against `cp -r` and against loading all of it."""
+    rows = []
+    for place in settings.places:
+        recipe = settings.scaled(GB4)
+        source = make(recipe, place.folder)
+        ways = [roads.cp(source), roads.merge(source)]
+        if place.name != "shm":
+            ways.insert(1, roads.cp_sync(source))
+        rows += _measured(settings, place, recipe, source, ways)
+        if not place.cold:
+            loading = [roads.merge(source), roads.reference(source, recipe.nbytes)]
+            if settings.verl:
+                loading.append(roads.verl(source, recipe.nbytes, settings.verl))
+            rows += _measured(settings, place, recipe, source, loading, what="4.4 GB, against loading it")
+        remove(place.folder / recipe.name)
+    return rows
+
+
+def memory(settings: Settings) -> list[Row]:
+    """Peak memory for checkpoints of 1, 4 and 8 GB and for one tensor of 2 GB (on disk: it does not depend)."""
+    rows = []
+    place = next((place for place in settings.places if place.name == "disk"), settings.places[-1])
+    for recipe in map(settings.scaled, (GB1, GB4, GB8, SINGLE)):
+        source = make(recipe, place.folder)
+        rows += _measured(settings, place, recipe, source, [roads.merge(source)])
+        remove(place.folder / recipe.name)
+    return rows
+
+
+def cast(settings: Settings) -> list[Row]:
+    """4.3 GB of fp32 cast to bf16, against reading the one and writing the other without work between."""
+    rows = []
+    for place in settings.places:
+        recipe = settings.scaled(FP32)
+        source = make(recipe, place.folder)
+        out, threads = recipe.nbytes // 2, roads.WORKERS
+        ways = [
+            roads.merge(source, "--dtype", "bfloat16"),
+            roads.plain(source, out),
+            roads.plain(source, out, threads=threads),
+        ]
+        if place.name != "shm":
+            ways.append(roads.plain(source, out, threads=threads, sync=True))
+        rows += _measured(settings, place, recipe, source, ways)
+        remove(place.folder / recipe.name)
+    return rows
+
+
+def rows(settings: Settings) -> list[Row]:
+    """Every matrix cut along dimension 1 (rows of 1,280 and 3,456 bytes), against the contiguous case."""
+    found = []
+    for place in settings.places:
+        if place.cold:
+            continue
+        for recipe in map(settings.scaled, (ROWS, GB4)):  # one after the other: both would fill /dev/shm
+            source = make(recipe, place.folder)
+            found += _measured(settings, place, recipe, source, [roads.merge(source), roads.cp(source)])
+            remove(place.folder / recipe.name)
+    return found
+
+
+def _measured(
+    settings: Settings,
+    place: Place,
+    recipe: Recipe,
+    source: Path,
+    ways: Sequence[Road],
+    *,
+    what: str | None = None,
+) -> list[Row]:
+    what = what or recipe.name
+    settings.tell(f"{what} in {place.name}")
+    runs = alternate(ways, place, source, settings.repeat, settings.tell)
+    return [Row(what, place.name, road, recipe.nbytes, done) for road, done in runs.items()]

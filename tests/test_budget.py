@@ -1,0 +1,102 @@
+"""Memory: what there is, what a merge takes of it, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import lazymerge
+from lazymerge import budget
+from lazymerge.errors import BudgetError
+from lazymerge.plan import make_plan
+
+
+def group(folder, **files):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(str(text) + "\n")
+    return folder
+
+
+def free_under(tmp_path, membership):
+    (tmp_path / "cgroup").write_text(membership + "\n")
+    return list(budget.cgroup_free(tmp_path / "cgroup", tmp_path / "fs"))
+
+
+def test_cgroup_v2_and_the_groups_above(tmp_path):
+    root = tmp_path / "fs"
+    group(root / "a" / "b", memory__max="max", memory__current=900, memory__stat="anon 1")
+    group(root / "a", memory__max=1000, memory__current=700, memory__stat="anon 5\ninactive_file 250")
+    assert free_under(tmp_path, "0::/a/b") == [1000 - 700 + 250]
+
+
+def test_cgroup_v1(tmp_path):
+    names = {"memory__limit_in_bytes": 5000, "memory__usage_in_bytes": 4000}
+    group(tmp_path / "fs" / "memory" / "job", **names, memory__stat="total_inactive_file 100")
+    assert free_under(tmp_path, "5:cpu,memory:/job\n4:devices:/x") == [1100]
+
+
+def test_cgroup_v1_without_a_limit(tmp_path):
+    names = {"memory__limit_in_bytes": 9223372036854771712, "memory__usage_in_bytes": 4000}
+    group(tmp_path / "fs" / "memory" / "job", **names)
+    assert free_under(tmp_path, "5:memory:/job") == []
+
+
+def test_slurm_limits_count(monkeypatch):
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "700")
+    assert budget.available() <= 700 * 2**20
+    monkeypatch.delenv("SLURM_MEM_PER_NODE")
+    monkeypatch.setenv("SLURM_MEM_PER_CPU", "100")
+    monkeypatch.setenv("SLURM_CPUS_ON_NODE", "6")
+    assert budget.available() <= 600 * 2**20
+
+
+def test_the_default_is_at_most_two_gigabytes():
+    assert budget.default_budget() <= 2 * 10**9
+
+
+@pytest.fixture
+def tensors(tmp_path):
+    torch.save({"w": torch.zeros(3000, 1000)}, tmp_path / "model.pt")
+    checkpoint = lazymerge.open(tmp_path / "model.pt")
+    return checkpoint["w"]
+
+
+def planned(tensor):
+    return list(make_plan({"w": tensor.lazy_gather}).tensors)
+
+
+def test_blocks_shrink_before_workers_do(tensors):
+    plan = planned(tensors)
+    base = budget.resident() + budget.SLACK
+    rich = budget.spend(base + (200 << 20), 4, plan)
+    assert (rich.workers, rich.block) == (4, budget.LARGEST_BLOCK)
+    tight = budget.spend(base + (5 << 20), 4, plan)
+    assert tight.workers == 4
+    assert tight.block < rich.block
+    least = budget.spend(base + (1 << 20), 4, plan)
+    assert least.workers < 4
+
+
+def test_too_small_says_the_least_that_works(tensors, monkeypatch):
+    monkeypatch.setattr(budget, "resident", lambda: 100 * 10**6)
+    with pytest.raises(BudgetError) as caught:
+        budget.spend(10**6, 4, planned(tensors))
+    assert "a budget of 1 MB is too small" in caught.value.problem
+    least = int(caught.value.hint.split()[2].removesuffix("MB")) * 10**6
+    assert budget.spend(least, 4, planned(tensors)).block == budget.SMALLEST_BLOCK
+    with pytest.raises(BudgetError):
+        budget.spend(least - 10**6, 4, planned(tensors))
+
+
+def test_what_has_to_be_computed_whole_is_counted(tensors):
+    plan = planned((tensors + 1).sum(0))
+    with pytest.raises(BudgetError, match="w alone takes"):
+        budget.spend(budget.resident() + budget.SLACK + (8 << 20), 1, plan)
+    assert budget.spend(budget.resident() + budget.SLACK + (60 << 20), 1, plan).peak > 12 * 10**6
+
+
+def test_too_small_is_refused_before_work(tmp_path, tensors):
+    with pytest.raises(BudgetError):
+        lazymerge.merge(tmp_path / "model.pt", tmp_path / "out", max_ram="20MB")
+    assert not (tmp_path / "out").exists()

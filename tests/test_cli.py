@@ -1,0 +1,528 @@
+"""The command line: what goes to stdout and to stderr, the exit codes, and what is not imported."""
+
+from __future__ import annotations
+
+import fcntl
+import inspect
+import json
+import logging
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file
+
+import lazymerge
+from lazymerge import api, cli, display, errors
+from lazymerge.report import MergeReport, Progress
+
+ROOT = Path(__file__).parents[1]
+LAZYMERGE = [sys.executable, "-m", "lazymerge"]
+HEAVY = ["torch", "numpy", "rich", "transformers", "huggingface_hub", "psutil"]
+
+
+def lazymerge_cli(*args: object) -> Result:
+    return CliRunner().invoke(cli.cli, [str(arg) for arg in args], prog_name="lazymerge")
+
+
+def process(*args: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """A real process, its stdout and stderr in pipes."""
+    command = [*LAZYMERGE, *(str(arg) for arg in args)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, **options)
+
+
+def modules_after(code: str, names: list[str]) -> list[str]:
+    """Which of the modules are imported once a new interpreter has run the code."""
+    code += f"\nimport json, sys; print(json.dumps([name for name in {names!r} if name in sys.modules]))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def src(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A full state dict of 12 tensors, 480 kB, with a config."""
+    folder = tmp_path_factory.mktemp("src")
+    torch.manual_seed(0)
+    torch.save({f"layer.{i}": torch.randn(100, 100) for i in range(12)}, folder / "model.pt")
+    (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "dtype": "float32"}')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def truth(src: Path) -> dict[str, torch.Tensor]:
+    return torch.load(src / "model.pt")
+
+
+# ---- arguments --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The arguments of each call of `api.merge`, which ends at once."""
+    arguments: list[dict[str, Any]] = []
+    signature = inspect.signature(api.merge)
+
+    @wraps(api.merge)
+    def merge(*args: object, **kwargs: object) -> None:
+        arguments.append(signature.bind(*args, **kwargs).arguments)
+        raise errors.PlanError("enough")
+
+    monkeypatch.setattr(api, "merge", merge)
+    return arguments
+
+
+def test_every_argument_of_merge_is_an_option_with_the_same_default(calls: list[dict[str, Any]]):
+    wanted = inspect.signature(api.merge).parameters
+    lazymerge_cli("merge", "a", "b", "c", "-q")
+    (given,) = calls
+    assert (given.pop("src"), given.pop("dst")) == ((Path("a"), Path("b")), Path("c"))
+    assert given == {name: wanted[name].default for name in wanted if name not in {"src", "dst"}}
+
+
+def test_options_are_passed_on(calls: list[dict[str, Any]]):
+    flags = ["--max_ram=1GB", "--include", "x", "--include", "y_z", "--fsdp_version", 2, "--hf-config", "d"]
+    lazymerge_cli("merge", "a", "b", *flags)
+    (given,) = calls
+    assert given["max_ram"] == "1GB"
+    assert given["include"] == ("x", "y_z")  # underscores of values are left alone
+    assert given["fsdp_version"] == 2
+    assert given["hf_config"] == Path("d")
+
+
+@pytest.mark.parametrize("style", ["-", "_"])
+def test_flags_take_dashes_and_underscores(src: Path, tmp_path: Path, style: str):
+    flags = ["--max-ram=1GB", "--max-shard-size=100kB", "--no-check-copies", "--dry-run", "--log-level=error"]
+    done = lazymerge_cli("merge", src, tmp_path / "out", *("--" + f[2:].replace("-", style) for f in flags))
+    assert done.exit_code == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["merge", "only-one"],
+        ["merge", "a", "b", "--no-such-flag"],
+        ["merge", "a", "b", "--output-format", "x"],
+    ],
+)
+def test_wrong_usage_is_exit_code_2(args: list[str]):
+    done = lazymerge_cli(*args)
+    assert done.exit_code == 2
+    assert "Usage: lazymerge merge" in done.stderr
+    assert done.stdout == ""
+
+
+def test_version():
+    assert lazymerge_cli("--version").stdout == f"lazymerge {lazymerge.__version__}\n"
+
+
+@pytest.mark.parametrize("args", [["-h"], ["merge", "-h"]])
+def test_help_has_examples(args: list[str]):
+    assert "Examples:\n    lazymerge merge " in lazymerge_cli(*args).stdout
+
+
+def test_the_page_shows_this_help():
+    done = subprocess.run(
+        [sys.executable, "-m", "cogapp", "--check", "docs/cli.md"], cwd=ROOT, capture_output=True
+    )
+    assert done.returncode == 0, "run `python -m cogapp -r docs/cli.md`"
+
+
+# ---- what is imported -------------------------------------------------------------------------------------
+
+
+def test_the_public_names():
+    names = ["Checkpoint", "LazymergeError", "MergeReport", "Note", "Progress", "Topology", "merge", "open"]
+    assert lazymerge.__all__ == names
+    for name in names:
+        assert getattr(lazymerge, name).__name__ == name
+    assert set(names) <= set(dir(lazymerge))
+    with pytest.raises(AttributeError, match="no attribute 'other'"):
+        _ = lazymerge.other  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("args", [["--help"], ["merge", "--help"], ["--version"]])
+def test_help_imports_nothing_heavy(args: list[str]):
+    run = f"from lazymerge.cli import cli\ncli.main({args!r}, standalone_mode=False)"
+    assert modules_after(run, HEAVY) == []
+
+
+@pytest.mark.parametrize(("flags", "imported"), [([], []), (["--dtype", "bfloat16"], ["torch"])])
+def test_a_merge_without_a_cast_imports_no_torch(
+    src: Path, tmp_path: Path, flags: list[str], imported: list[str]
+):
+    args = ["merge", str(src), str(tmp_path / "out"), *flags]
+    run = f"from lazymerge.cli import cli\ncli.main({args!r}, standalone_mode=False)"
+    assert modules_after(run, ["torch", "transformers", "rich"]) == imported
+
+
+# ---- what is printed --------------------------------------------------------------------------------------
+
+
+def test_the_report_is_on_stdout_and_the_progress_on_stderr(
+    src: Path, tmp_path: Path, truth: dict[str, torch.Tensor]
+):
+    out = tmp_path / "out"
+    done = process("merge", src, out)
+    assert done.returncode == 0
+    merged = load_file(out / "model.safetensors")
+    assert all(torch.equal(merged[name], tensor) for name, tensor in truth.items())
+    for text in [
+        f"Merged fsdp, 1 rank, into {out}\n",
+        f"files     model.safetensors  {display.size((out / 'model.safetensors').stat().st_size)}\n",
+        "tensors   12: 12 float32 (480 kB)\n",
+        "sidecars  config.json\n",
+        f"Load it:\n  transformers.LlamaForCausalLM.from_pretrained({str(out)!r}, dtype='auto')\n",
+    ]:
+        assert text in done.stdout
+    assert re.search(r"memory    [\d.]+ MB at most, of a budget of ", done.stdout)
+    assert re.fullmatch(r"(writing  .*  [\d.]+ MB resident  model.safetensors\n)+", done.stderr)
+
+
+def test_a_pipe_gets_no_carriage_return_and_no_colour(src: Path, tmp_path: Path):
+    options = {**os.environ, "FORCE_COLOR": "1", "TERM": "xterm-256color"}
+    done = process("merge", src, tmp_path / "out", "--log-level", "debug", env=options)
+    assert "\r" not in done.stdout + done.stderr
+    assert "\x1b" not in done.stdout + done.stderr
+    assert process("merge", src, tmp_path / "out", env=options).stderr.startswith("error: ")
+
+
+def test_json_is_one_object_and_all_of_stdout(src: Path, tmp_path: Path):
+    done = process("merge", src, tmp_path / "out", "--json", "--max-shard-size", "100kB")
+    report = json.loads(done.stdout)
+    assert report["destination"] == str(tmp_path / "out")
+    assert report["per_dtype"] == {"float32": [12, 480_000]}
+    assert sum(report["files"].values()) == report["bytes_written"] == report["disk"] - report_of_config(src)
+    assert report["budget"] >= report["peak"] > 0
+    assert "writing" in done.stderr
+
+
+def report_of_config(src: Path) -> int:
+    return (src / "config.json").stat().st_size
+
+
+def test_quiet_prints_nothing(src: Path, tmp_path: Path):
+    done = process("merge", src, tmp_path / "out", "-q")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    again = process("merge", src, tmp_path / "out", "-q")
+    assert (again.returncode, again.stdout, again.stderr[:6]) == (2, "", "error:")
+
+
+def test_quiet_json_prints_json_alone(src: Path, tmp_path: Path):
+    done = process("merge", src, tmp_path / "out", "-q", "--json")
+    assert json.loads(done.stdout)["tensors"] == 12
+    assert done.stderr == ""
+
+
+def test_a_dry_run_shows_the_plan_and_writes_nothing(src: Path, tmp_path: Path):
+    out = tmp_path / "new" / "out"
+    done = lazymerge_cli("merge", src, out, "--dry-run", "--max-workers", 2, "--max-shard-size", "200kB")
+    assert done.exit_code == 0
+    assert not out.parent.exists()
+    assert re.search(
+        r"read      480 kB\n  write     48\d kB of [\d.,]+ .B that are free on the disk\n", done.stdout
+    )
+    assert re.search(
+        r"memory    [\d.]+ MB at most, of a budget of [\d.]+ .B\n  workers   2, with blocks of", done.stdout
+    )
+    assert "model-00001-of-00003.safetensors" in done.stdout
+    assert done.stdout.endswith("Nothing was written; run without --dry-run to merge.\n")
+
+
+def test_a_sharded_checkpoint(checkpoint: Callable[[str], Any], tmp_path: Path):
+    made = checkpoint("fsdp2-llama-tied")
+    done = lazymerge_cli("merge", made.root, tmp_path / "out", "--dtype", "bf16")
+    assert done.exit_code == 0, done.stderr
+    assert "4 ranks (fsdp=4)" in done.stdout
+    assert "  left out  lm_head.weight: " in done.stdout
+
+
+def test_debug_logs_each_step_with_the_memory(src: Path, tmp_path: Path):
+    done = lazymerge_cli("merge", src, tmp_path / "out", "--log-level", "debug", "--max-shard-size", "400kB")
+    steps = re.findall(r"^\d\d:\d\d:\d\d +\d+ MB  debug: (\w+)", done.stderr, re.MULTILINE)
+    assert steps == ["opened", "checked", "planned", "begun", "finished", "begun", "finished", "published"]
+    assert logging.getLogger("lazymerge").level == logging.NOTSET  # as it was
+
+
+def test_the_library_prints_and_configures_nothing(
+    src: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    handlers = list(logging.getLogger("lazymerge").handlers)
+    lazymerge.merge(src, tmp_path / "out")
+    assert capfd.readouterr() == ("", "")
+    assert logging.getLogger("lazymerge").handlers == handlers
+
+
+# ---- the report -------------------------------------------------------------------------------------------
+
+
+def a_report(**changes: Any) -> MergeReport:
+    facts: dict[str, Any] = {
+        "destination": Path("out"),
+        "format": "fsdp",
+        "topology": "4 ranks",
+        "dry_run": False,
+        "files": {"model.safetensors": 2_000_000_000},
+        "sidecars": (),
+        "tensors": 3,
+        "per_dtype": {"bfloat16": (3, 2_000_000_000)},
+        "bytes_read": 2_000_000_000,
+        "bytes_written": 2_000_000_000,
+        "disk": 2_000_000_000,
+        "disk_free": 9_000_000_000,
+        "workers": 2,
+        "block": 1 << 20,
+        "budget": 300_000_000,
+        "predicted_peak": 150_000_000,
+        "peak": 140_000_000,
+        "seconds": 2.0,
+        "notes": (),
+        "left_out": {},
+        "resumed": (),
+        "how_to_load": "load()",
+    }
+    return MergeReport(**facts | changes)
+
+
+def shown(everything: bool = False, **changes: Any) -> str:
+    return "\n".join(display.report_lines(a_report(**changes), everything=everything))
+
+
+def test_long_lists_are_cut_unless_everything_is_wanted():
+    left_out = {f"w{i}": "why not" for i in range(9)}
+    assert shown(left_out=left_out).count("why not") == 5
+    assert "            and 4 more (--log-level debug lists all)" in shown(left_out=left_out)
+    assert shown(True, left_out=left_out).count("why not") == 9
+
+
+def test_bytes_of_an_earlier_run_are_not_in_the_rate():
+    files = {"a": 1_500_000_000, "b": 500_000_000}
+    text = shown(files=files, resumed=("a",))
+    assert "written   500 MB in 2.0 s (250 MB/s)" in text
+    assert "resumed   a  finished by an earlier run" in text
+
+
+def test_warnings_come_last_and_are_marked():
+    notes = (lazymerge.Note("warning", "look out"), lazymerge.Note("info", "by the way"))
+    assert "note: by the way\n\x1b[33m\x1b[1mwarning: \x1b[0mlook out\n\nLoad it:" in shown(notes=notes)
+
+
+def test_a_dry_run_warns_of_a_full_disk():
+    text = shown(dry_run=True, disk_free=500_000_000)
+    assert "write     2 GB of 500 MB that are free on the disk" in text
+    assert "the disk of out is short of 1.5 GB" in text
+
+
+def test_a_name_cannot_steer_the_terminal():
+    text = shown(left_out={"w\x1b]0;gotcha\x07\n[red]": "no\rno"})
+    assert r"w\x1b]0;gotcha\x07\n[red]: no\rno" in text
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 bytes"),
+        (999, "999 bytes"),
+        (1000, "1 kB"),
+        (999_600, "1 MB"),
+        (4.4e9, "4.4 GB"),
+        (1.5e15, "1,500 TB"),
+    ],
+)
+def test_sizes(nbytes: float, text: str):
+    assert display.size(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.84, "0.8 s"), (12.4, "12 s"), (125, "2:05"), (3725, "1:02:05")]
+)
+def test_durations(seconds: float, text: str):
+    assert display.duration(seconds) == text
+
+
+# ---- progress ---------------------------------------------------------------------------------------------
+
+
+def test_lines_come_at_most_every_five_seconds(capsys: pytest.CaptureFixture[str]):
+    now = 100.0
+    lines = display.Lines(clock=lambda: now)
+    for step in range(23):
+        lines(Progress("write", step * 10**8, 44 * 10**8, 150_000_000, "model.safetensors"))
+        now += 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == [
+        "writing  0 bytes of 4.4 GB (0 %)  150 MB resident  model.safetensors",
+        "writing  500 MB of 4.4 GB (11 %)  100 MB/s  39 s left  150 MB resident  model.safetensors",
+        "writing  1 GB of 4.4 GB (22 %)  100 MB/s  34 s left  150 MB resident  model.safetensors",
+        "writing  1.5 GB of 4.4 GB (34 %)  100 MB/s  29 s left  150 MB resident  model.safetensors",
+        "writing  2 GB of 4.4 GB (45 %)  100 MB/s  24 s left  150 MB resident  model.safetensors",
+    ]
+
+
+def test_lines_of_comparing_copies_have_no_rate(capsys: pytest.CaptureFixture[str]):
+    display.Lines()(Progress("check", 0, 0, 150_000_000, "w"))
+    assert capsys.readouterr().err == "comparing copies  150 MB resident  w\n"
+
+
+def in_terminal(*args: object, term: str = "xterm-256color") -> tuple[int, str]:
+    """The exit code and what a terminal gets to see."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(ROOT)
+        os.execve(
+            sys.executable, [*LAZYMERGE, *map(str, args)], {**os.environ, "TERM": term, "COLUMNS": "80"}
+        )
+    seen = b""
+    try:
+        while chunk := os.read(terminal, 65536):
+            seen += chunk
+    except OSError:
+        pass  # the other side is closed
+    os.close(terminal)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), seen.decode()
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+def test_a_terminal_gets_a_bar(src: Path, tmp_path: Path):
+    code, seen = in_terminal("merge", src, tmp_path / "out", "--log-level", "debug")
+    assert code == 0
+    assert re.search(r"\r\x1b\[2K\S*━+.*480.0/480.0 kB.*RAM [\d.]+ MB model", seen)
+    assert re.search(r"\x1b\[2K\d\d:\d\d:\d\d +\d+ MB  debug: finished", seen)  # above the bar, not in it
+    assert seen.endswith("dtype='auto')\r\n")
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+def test_a_terminal_without_a_cursor_gets_lines(src: Path, tmp_path: Path):
+    code, seen = in_terminal("merge", src, tmp_path / "out", term="dumb")
+    assert code == 0
+    assert "━" not in seen and "\rw" not in seen
+    assert "writing  " in seen
+
+
+# ---- failures ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.DamagedFile("f: is cut", "copy it again"), 2),
+        (errors.VerificationError("w: differs", "look"), 3),
+    ],
+)
+def test_an_error_is_two_lines_and_an_exit_code(monkeypatch: pytest.MonkeyPatch, error: Exception, code: int):
+    monkeypatch.setattr(api, "merge", raising(error))
+    done = lazymerge_cli("merge", "a", "b")
+    assert done.exit_code == code
+    assert done.stderr == f"error: {error.args[0]}\nhint: {error.args[1]}\n"
+    assert done.stdout == ""
+    done = lazymerge_cli("merge", "a", "b", "--json")
+    assert json.loads(done.stdout) == {
+        "error": error.args[0],
+        "hint": error.args[1],
+        "kind": type(error).__name__,
+    }
+    assert done.exit_code == code
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def merge(*args: object, **kwargs: object) -> None:
+        raise error
+
+    return merge
+
+
+def test_errors_of_a_real_process(tmp_path: Path):
+    done = process("merge", tmp_path / "nothing", tmp_path / "out")
+    assert done.returncode == 2
+    assert re.fullmatch(r"error: .*nothing: No such file or directory\nhint: .+\n", done.stderr)
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--max-ram", "lots"], "'lots' is not a size"),
+        (["--max-ram", "1MB"], "a budget of 1 MB is too small"),
+        (["--hf-config", "/no/such"], "/no/such: no such folder"),
+        (["--dtype", "int8"], "--dtype 'int8' is not a type to cast to"),
+        (["--include", "nothing*"], "nothing"),
+    ],
+)
+def test_values_that_cannot_be(src: Path, tmp_path: Path, flags: list[str], text: str):
+    done = lazymerge_cli("merge", src, tmp_path / "out", *flags)
+    assert done.exit_code == 2
+    assert text in done.stderr.splitlines()[0]
+    assert done.stderr.splitlines()[1].startswith("hint: ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_bug_is_one_line_and_its_traceback_only_for_debug(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(api, "merge", raising(ZeroDivisionError("by zero")))
+    done = lazymerge_cli("merge", "a", "b")
+    assert done.exit_code == 1
+    assert done.stderr.startswith("internal error: ZeroDivisionError: by zero\nhint: ")
+    assert "please report it" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Traceback" in lazymerge_cli("merge", "a", "b", "--log-level", "debug").stderr
+    assert json.loads(lazymerge_cli("merge", "a", "b", "--json").stdout)["kind"] == "ZeroDivisionError"
+
+
+@pytest.mark.parametrize(("stop", "code"), [(KeyboardInterrupt(), 130), (cli.Terminated(), 143)])
+def test_an_interrupt_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch, stop: BaseException, code: int):
+    monkeypatch.setattr(api, "merge", raising(stop))
+    done = lazymerge_cli("merge", "a", "b", "-q")
+    assert done.exit_code == code
+    assert done.stderr == "interrupted: the same command again goes on where this one stopped\n"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_closed_pipe_is_no_error(src: Path, tmp_path: Path):
+    read, write = os.pipe()
+    os.close(read)
+    command = [*LAZYMERGE, "merge", str(src), str(tmp_path / "out"), "-q", "--json"]
+    done = subprocess.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert done.stderr == ""
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """300 MB in 60 tensors."""
+    folder = tmp_path_factory.mktemp("large")
+    torch.save({f"w{i}": torch.full((1250, 1000), float(i)) for i in range(60)}, folder / "model.pt")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_merge_that_was_stopped_goes_on(large: Path, tmp_path: Path, number: int, code: int):
+    command = ["merge", large, tmp_path / "out", "--max-shard-size", "6MB", "--log-level", "debug"]
+    running = subprocess.Popen([*LAZYMERGE, *map(str, command)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert running.stderr is not None
+    fcntl.fcntl(running.stderr, fcntl.F_SETPIPE_SZ, 4096)  # soon full, so that the merge waits for this test
+    seen = iter(running.stderr.readline, "")
+    assert any("finished model-00005-of-" in line for line in seen)
+    running.send_signal(number)
+    rest = running.communicate(timeout=60)[1].splitlines()
+    assert running.returncode == code
+    assert rest[-1] == "interrupted: the same command again goes on where this one stopped"
+    assert "Traceback" not in "\n".join(rest)
+    assert not list((tmp_path / "out").glob("*.safetensors"))  # nothing has its name before all is there
+
+    done = process(*command, "--json")
+    assert done.returncode == 0
+    assert 5 <= len(json.loads(done.stdout)["resumed"]) < 60
+    merged = {k: v for f in (tmp_path / "out").glob("*.safetensors") for k, v in load_file(f).items()}
+    assert len(merged) == 60
+    assert all(bool((merged[f"w{i}"] == i).all()) for i in range(60))

@@ -1,0 +1,169 @@
+"""How the bytes of a file are moved: which way, in which steps, and that it never matters."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+import torch
+
+import lazymerge
+from lazymerge.errors import DamagedFile, OutputError, SourceError
+from lazymerge.execute import CopyRun, FillBlock, _joined, steps, write_tensors
+from lazymerge.files.copying import Copier
+from lazymerge.files.local import Descriptors, LocalFile
+from lazymerge.plan import make_plan
+from lazymerge.tensor import LazyTensor
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """Two tensors of a quarter and half a megabyte in a file, and the checkpoint."""
+    torch.manual_seed(0)
+    state = {"a": torch.randn(256, 256), "b": torch.randn(512, 256)}
+    torch.save(state, tmp_path / "model.pt")
+    return state, lazymerge.open(tmp_path / "model.pt")
+
+
+def steps_of(gather, block=1 << 16):
+    (tensor,) = make_plan({"w": gather}).files[0].tensors
+    return list(_joined(steps(tensor, block)))
+
+
+def test_a_whole_tensor_is_one_run(opened):
+    (step,) = steps_of(opened[1].gathers["a"])
+    assert isinstance(step, CopyRun)
+    assert step.size == 256 * 256 * 4
+
+
+def test_rows_are_a_run_and_columns_are_not(opened):
+    x = opened[1]["b"]
+    assert all(isinstance(step, CopyRun) for step in steps_of(x[100:400].lazy_gather))
+    assert all(isinstance(step, FillBlock) for step in steps_of(x[:, 100:].lazy_gather))
+
+
+def test_neighbouring_runs_are_joined(opened):
+    x = opened[1]["b"]
+    parts = torch.cat([x[:200], x[200:300], x[300:]])
+    assert len(steps_of(parts.lazy_gather)) == 1
+    assert len(steps_of(torch.cat([x[300:], x[:300]]).lazy_gather)) == 2
+
+
+def test_a_mixture_is_cut_by_rows(opened):
+    x = opened[1]["b"]
+    mixed = torch.cat([x[:256], x[256:].t().reshape(256, 256)])
+    kinds = [type(step) for step in steps_of(mixed.lazy_gather)]
+    assert kinds[0] is CopyRun
+    assert set(kinds[1:]) == {FillBlock}
+
+
+def test_steps_are_the_file_once(opened):
+    x, y = opened[1]["b"], opened[1]["a"]
+    for tensor in (x.t(), torch.cat([x, y]), x[:, ::2], x.view(2, 256, 256).transpose(0, 1), x[:0], y + 1):
+        at = None
+        for step in steps_of(tensor.lazy_gather, 10_000):
+            assert at is None or step.at == at
+            at = step.at + step.size
+
+
+def test_a_long_run_is_cut_for_progress(monkeypatch, opened):
+    monkeypatch.setattr("lazymerge.execute.LARGEST_COPY", 100_000)
+    sizes = [step.size for step in steps_of(opened[1].gathers["b"])]
+    assert max(sizes) <= 100_000
+    assert sum(sizes) == 512 * 256 * 4
+
+
+def refuse(code):
+    def call(*args, **kwargs):
+        raise OSError(code, os.strerror(code))
+
+    return call
+
+
+WAYS = {
+    "copy_file_range": [],
+    "sendfile": ["copy_file_range"],
+    "buffer": ["copy_file_range", "sendfile"],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("code", [errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL])
+def test_every_way_copies_the_same(way, code, opened, tmp_path, monkeypatch):
+    for name in WAYS[way]:
+        monkeypatch.setattr(os, name, refuse(code))
+    lazymerge.merge(tmp_path / "model.pt", tmp_path / "out", check_copies=False)
+    result = lazymerge.open(tmp_path / "model.pt")  # the source is untouched
+    assert torch.equal(result["b"].materialize(), opened[0]["b"])
+    from safetensors.torch import load_file
+
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(written[name], tensor) for name, tensor in opened[0].items())
+
+
+@pytest.mark.parametrize("most", [1, 1000, 70_000])
+def test_short_copies_are_gone_on_with(most, opened, tmp_path, monkeypatch):
+    copy = os.copy_file_range
+    monkeypatch.setattr(os, "copy_file_range", lambda a, b, n, x, y: copy(a, b, min(n, max(most, 5000)), x, y))
+    lazymerge.merge(tmp_path / "model.pt", tmp_path / "out")
+    from safetensors.torch import load_file
+
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["b"], opened[0]["b"])
+
+
+def test_a_source_that_ends_early_is_an_error(tmp_path):
+    (tmp_path / "short").write_bytes(bytes(1000))
+    file = LocalFile(tmp_path / "short")
+    with open(tmp_path / "out", "wb+") as target:
+        with pytest.raises(DamagedFile, match="ends at byte 1000, expected 2000"):
+            Copier(target.fileno(), "out").copy(file, 0, 0, 2000)
+    with pytest.raises(DamagedFile, match="ends at byte 1000, expected 1500"):
+        file.read_into(500, memoryview(bytearray(1000)))
+
+
+@pytest.mark.parametrize(
+    ("code", "hint"), [(errno.ENOSPC, "free some space"), (errno.EDQUOT, "quota"), (errno.EIO, "same command")]
+)
+def test_a_failing_disk_is_named(code, hint, opened, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "copy_file_range", refuse(code))
+    with pytest.raises(OutputError) as caught:
+        lazymerge.merge(tmp_path / "model.pt", tmp_path / "out")
+    assert "model.safetensors: writing at byte" in caught.value.problem
+    assert os.strerror(code) in caught.value.problem
+    assert hint in caught.value.hint
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_a_failing_source_is_named(opened, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "preadv", refuse(errno.EIO))
+    with pytest.raises(SourceError, match=r"model\.pt: reading"):
+        opened[1]["a"].materialize()
+
+
+def test_the_first_error_of_any_worker_ends_the_work(opened, tmp_path):
+    plan = make_plan({"w": LazyTensor(opened[1].gathers["b"]).t().lazy_gather})
+    calls = []
+
+    def fail(count: int) -> None:
+        calls.append(count)
+        raise RuntimeError("no more")
+
+    with open(tmp_path / "out", "wb+") as target:
+        target.truncate(plan.files[0].size)
+        with pytest.raises(RuntimeError, match="no more"):
+            write_tensors(plan.files[0], target.fileno(), block=4096, workers=4, on_bytes=fail)
+    assert len(calls) <= 4
+
+
+def test_descriptors_are_never_too_many(tmp_path):
+    pool = Descriptors(limit=3)
+    files = []
+    for number in range(10):
+        (tmp_path / str(number)).write_bytes(bytes([number]) * 10)
+        files.append(LocalFile(tmp_path / str(number), pool))
+    before = len(os.listdir("/proc/self/fd"))
+    assert [file.read(0, 1)[0] for file in files] == list(range(10))
+    assert len(os.listdir("/proc/self/fd")) - before <= 3
+    pool.close()
+    assert [file.read(9, 1)[0] for file in files] == list(range(10))
