@@ -89,7 +89,7 @@ def make(recipe: Recipe, root: Path) -> Path:
     return leaf
 
 
-# ---- in the process that writes ------------------------------------------------------------------------------
+# ---- in the process that writes ------------------------------------------------------------------------
 
 
 def write(leaf: Path, recipe: Recipe) -> None:
@@ -119,7 +119,7 @@ def _state(recipe: Recipe, rank: int, noise: torch.Tensor) -> dict[str, torch.Te
         dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=recipe.ranks)
     mesh = init_device_mesh("cpu", (recipe.ranks,), mesh_dim_names=("fsdp",))
-    state = {}
+    state: dict[str, torch.Tensor] = {}
     for number, (name, shape) in enumerate(recipe.shapes().items()):
         cut = min(recipe.cut, len(shape) - 1)
         assert shape[cut] % recipe.ranks == 0, f"{name}: {shape} over {recipe.ranks} ranks"

@@ -1,4 +1,4 @@
-"""The benches that write: merges against `cp`, against loading everything, and against plain reads and writes."""
+"""The benches that write: merges against `cp`, loading everything, and plain reads and writes."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def merge(settings: Settings) -> list[Row]:
 
 
 def memory(settings: Settings) -> list[Row]:
-    """Peak memory for checkpoints of 1, 4 and 8 GB and for one tensor of 2 GB (on disk: it does not depend)."""
+    """Peak memory for checkpoints of 1, 4 and 8 GB and for one tensor of 2 GB , on disk."""
     rows = []
     place = next((place for place in settings.places if place.name == "disk"), settings.places[-1])
     for recipe in map(settings.scaled, (GB1, GB4, GB8, SINGLE)):

@@ -1,6 +1,6 @@
 """The least that a cast can cost: every byte read once, as many written as there will be, no work between.
 
-    python -m benches.plain SOURCE TARGET --write BYTES [--threads N] [--sync]
+python -m benches.plain SOURCE TARGET --write BYTES [--threads N] [--sync]
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What verl's merger does with an FSDP checkpoint, step by step, so that it can be measured where verl is not.
+"""What verl does with an FSDP checkpoint, step by step, so that it can be measured where verl is not.
 
 Rank 0 is loaded for its mesh; then all ranks are, in a pool of threads; each key's local tensors are
 cast to bfloat16 and concatenated; an empty model of the config saves the state dict.

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benches.measure import Road
+from benches.measure import REPOSITORY, Road
 
 WORKERS = min(4, os.cpu_count() or 1)
 """As many threads as a merge takes where nobody says otherwise."""
+
+HAS_COMMAND = (REPOSITORY / "lazymerge" / "__main__.py").exists()
 
 CP = "cp -r"
 CP_SYNC = "cp -r, then sync -f"
@@ -25,7 +26,7 @@ PLAIN_SYNC = f"pread and pwrite, {WORKERS} threads, fsync"
 
 def lazymerge(*arguments: str) -> list[str]:
     """The command line of `lazymerge`, through the module if there is one and through the library if not."""
-    if importlib.util.find_spec("lazymerge.__main__") is not None:
+    if HAS_COMMAND:
         return [sys.executable, "-m", "lazymerge", *arguments]
     assert arguments[0] == "merge", "the library alone has no other command"
     options = dict(zip(arguments[3::2], arguments[4::2], strict=True))

@@ -5,16 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lazymerge
-from lazymerge.budget import Spending, default_budget, resident, spend
+from lazymerge.budget import Spending, default_budget, spend
 from lazymerge.checkpoint import Checkpoint, Note
 from lazymerge.conversions.dtypes import cast_to, parse_dtype
 from lazymerge.conversions.naming import select, strip_wrappers
@@ -25,9 +24,9 @@ from lazymerge.files.size import parse_size
 from lazymerge.fill import equal
 from lazymerge.formats.registry import OpenOptions, open_checkpoint
 from lazymerge.gather import of_region
-from lazymerge.output import Destination, claim
+from lazymerge.output import Destination, check_destination, claim
 from lazymerge.plan import BIN, SAFETENSORS, Plan, make_plan
-from lazymerge.report import MergeReport, OnProgress, Progress, make_report
+from lazymerge.report import MergeReport, Meter, OnProgress, make_report
 from lazymerge.sidecars import Sidecars, config_dtype, find_sidecars
 
 Pathlike = str | os.PathLike[str]
@@ -56,15 +55,13 @@ def open(  # noqa: A001 - `lazymerge.open` is what it does
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a merge can be asked for; the arguments of `merge`."""
+    """What decides the bytes of the result; arguments of `merge`."""
 
     dtype: str | None = None
     max_shard_size: int | str = "5GB"
     output_format: str = SAFETENSORS
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
-    strict: bool = False
-    check_copies: bool = True
 
 
 @dataclass(slots=True)
@@ -123,18 +120,19 @@ def merge(
     checkpoint = open(
         sources, component=component, fsdp_version=fsdp_version, world_size=world_size, hf_config=hf_config
     )
-    options = Options(
-        dtype, max_shard_size, output_format, tuple(include), tuple(exclude), strict, check_copies
-    )
+    options = Options(dtype, max_shard_size, output_format, tuple(include), tuple(exclude))
     log.debug("opened %r", checkpoint)
-    prepared = prepare(checkpoint, options, meter)
+    prepared = prepare(checkpoint, options)
     budget = default_budget() if wanted is None else wanted
     spending = spend(budget, max_workers or min(4, os.cpu_count() or 1), prepared.plan.tensors)
     log.debug("planned %s", _described(prepared.plan, spending))
     if dry_run:
+        check_destination(folder, sources, overwrite=overwrite)
         return _report(folder, prepared, spending, budget, started, meter, dry_run=True)
     with claim(folder, sources, overwrite=overwrite) as destination:
         job = _job(prepared, options, fsdp_version)
+        if check_copies:
+            prepared.checkpoint = _compare_copies(prepared.checkpoint, strict, meter)
         destination.begin(job, prepared.checkpoint.files)
         resumed = tuple(sorted(destination.finished))
         _write(prepared, destination, spending, meter)
@@ -142,7 +140,7 @@ def merge(
     return _report(folder, prepared, spending, budget, started, meter, resumed=resumed)
 
 
-def prepare(checkpoint: Checkpoint, options: Options, meter: Meter) -> _Prepared:
+def prepare(checkpoint: Checkpoint, options: Options) -> _Prepared:
     """Convert and plan: everything that can be refused is refused here."""
     if options.output_format not in {SAFETENSORS, BIN}:
         raise PlanError(f"--output-format {options.output_format!r}", f"choose {SAFETENSORS} or {BIN}")
@@ -150,8 +148,6 @@ def prepare(checkpoint: Checkpoint, options: Options, meter: Meter) -> _Prepared
     shard_size = parse_size(options.max_shard_size)
     checkpoint = select(checkpoint, options.include, options.exclude)
     sidecars = find_sidecars(checkpoint.sidecars)
-    if options.check_copies:
-        checkpoint = _compare_copies(checkpoint, options.strict, meter)
     checkpoint = tie(checkpoint, sidecars.config)
     named = config_dtype(sidecars.config)
     if dtype is not None:
@@ -272,33 +268,6 @@ def _report(
         peak=meter.peak(),
         resumed=resumed,
     )
-
-
-@dataclass
-class Meter:
-    """Counts bytes and memory, and tells the caller; safe to use from several threads."""
-
-    on_progress: OnProgress | None
-    done: int = 0
-    _peak: int = 0
-    _lock: Any = field(default_factory=threading.Lock)
-
-    def add(self, stage: str, total: int, file: str, count: int) -> None:
-        """Count `count` more bytes and tell."""
-        with self._lock:
-            self.done += count
-            self.tell(stage, self.done, total, file)
-
-    def tell(self, stage: str, done: int, total: int, file: str | None) -> None:
-        """Tell where the merge is."""
-        now = resident()
-        self._peak = max(self._peak, now)
-        if self.on_progress is not None:
-            self.on_progress(Progress(stage, done, total, now, file))
-
-    def peak(self) -> int:
-        """The most resident memory that was seen, in bytes."""
-        return max(self._peak, resident())
 
 
 def _paths(src: Sources) -> list[Path]:

@@ -104,6 +104,15 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
             left_out={**self.left_out, **(left_out or {})},
         )
 
+    def renamed(self, names: Mapping[str, str]) -> Checkpoint:
+        """The same tensors under other names: `names` has one for each, old -> new, all different."""
+        copies = self.copies
+        return replace(
+            self,
+            gathers={names[name]: gather for name, gather in self.gathers.items()},
+            copies=lambda: (copy._replace(name=names[copy.name]) for copy in copies()),
+        )
+
     def with_notes(self, *notes: Note) -> Checkpoint:
         """The same checkpoint with more notes."""
         return replace(self, notes=(*self.notes, *notes))

@@ -51,11 +51,18 @@ class Destination:
         if lines and lines[0].get("job") == job:
             _refuse_changed(lines[0].get("sources", {}), head["sources"], self.staging)
             self.finished = {line["done"] for line in lines[1:] if self._is_there(line)}
+            self._clear({"lock", self._journal.name, *self.finished})
             return
-        for path in self.staging.iterdir():
-            if path.name != "lock":
-                path.unlink()
+        self._clear({"lock"})
         self._append(head)
+
+    def _clear(self, kept: set[str]) -> None:
+        """Remove what an earlier run began and did not finish: it takes space and is written anew."""
+        for path in self.staging.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path.name not in kept:
+                path.unlink()
 
     def _is_there(self, line: dict[str, Any]) -> bool:
         """Whether a file that the journal says is finished is (staged, or already published)."""
@@ -145,13 +152,10 @@ def claim(folder: Path, sources: Sequence[Path], *, overwrite: bool) -> Iterator
     Raises `OutputError` if it is a file, lies inside a source, cannot be written, holds something
     already (unless `overwrite`, or an unfinished merge) or another merge is writing there.
     """
-    _check_place(folder, sources)
+    check_destination(folder, sources, overwrite=overwrite)
     made = _missing_parents(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        resumed = (folder / STAGING / "journal.jsonl").exists()
-        if not resumed and not overwrite:
-            _check_empty(folder)
         (folder / STAGING).mkdir(exist_ok=True)
         lock = os.open(folder / STAGING / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
@@ -162,6 +166,14 @@ def claim(folder: Path, sources: Sequence[Path], *, overwrite: bool) -> Iterator
     finally:
         os.close(lock)
         _tidy(folder, made)
+
+
+def check_destination(folder: Path, sources: Sequence[Path], *, overwrite: bool) -> None:
+    """Raise `OutputError` where a result cannot go, as far as that can be seen without writing."""
+    _check_place(folder, sources)
+    unfinished = (folder / STAGING / "journal.jsonl").exists()
+    if folder.is_dir() and not unfinished and not overwrite:
+        _check_empty(folder)
 
 
 def _check_place(folder: Path, sources: Sequence[Path]) -> None:
@@ -175,7 +187,10 @@ def _check_place(folder: Path, sources: Sequence[Path]) -> None:
 
 
 def _check_empty(folder: Path) -> None:
-    names = sorted(path.name for path in folder.iterdir() if path.name != STAGING)
+    try:
+        names = sorted(path.name for path in folder.iterdir() if path.name != STAGING)
+    except OSError as error:
+        raise OutputError(f"{folder}: {error.strerror}", "choose a folder that you may write to") from None
     if names:
         shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
         raise OutputError(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lazymerge.budget import Spending
+from lazymerge.budget import Spending, resident
 from lazymerge.checkpoint import Checkpoint, Note
 from lazymerge.plan import Plan
 from lazymerge.sidecars import Sidecars
@@ -28,6 +29,33 @@ class Progress:
 
 
 OnProgress = Callable[[Progress], None]
+
+
+@dataclass
+class Meter:
+    """Counts bytes and memory, and tells the caller; safe to use from several threads."""
+
+    on_progress: OnProgress | None
+    done: int = 0
+    _peak: int = 0
+    _lock: Any = field(default_factory=threading.Lock)
+
+    def add(self, stage: str, total: int, file: str, count: int) -> None:
+        """Count `count` more bytes and tell."""
+        with self._lock:
+            self.done += count
+            self.tell(stage, self.done, total, file)
+
+    def tell(self, stage: str, done: int, total: int, file: str | None) -> None:
+        """Tell where the merge is."""
+        now = resident()
+        self._peak = max(self._peak, now)
+        if self.on_progress is not None:
+            self.on_progress(Progress(stage, done, total, now, file))
+
+    def peak(self) -> int:
+        """The most resident memory that was seen, in bytes."""
+        return max(self._peak, resident())
 
 
 @dataclass(frozen=True, slots=True)

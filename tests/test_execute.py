@@ -102,10 +102,14 @@ def test_every_way_copies_the_same(way, code, opened, tmp_path, monkeypatch):
     assert all(torch.equal(written[name], tensor) for name, tensor in opened[0].items())
 
 
-@pytest.mark.parametrize("most", [1, 1000, 70_000])
+@pytest.mark.parametrize("most", [999, 70_000])
 def test_short_copies_are_gone_on_with(most, opened, tmp_path, monkeypatch):
     copy = os.copy_file_range
-    monkeypatch.setattr(os, "copy_file_range", lambda a, b, n, x, y: copy(a, b, min(n, max(most, 5000)), x, y))
+
+    def short(source, target, size, source_at, at):
+        return copy(source, target, min(size, most), source_at, at)
+
+    monkeypatch.setattr(os, "copy_file_range", short)
     lazymerge.merge(tmp_path / "model.pt", tmp_path / "out")
     from safetensors.torch import load_file
 
@@ -115,15 +119,18 @@ def test_short_copies_are_gone_on_with(most, opened, tmp_path, monkeypatch):
 def test_a_source_that_ends_early_is_an_error(tmp_path):
     (tmp_path / "short").write_bytes(bytes(1000))
     file = LocalFile(tmp_path / "short")
-    with open(tmp_path / "out", "wb+") as target:
-        with pytest.raises(DamagedFile, match="ends at byte 1000, expected 2000"):
-            Copier(target.fileno(), "out").copy(file, 0, 0, 2000)
+    with (
+        open(tmp_path / "out", "wb+") as target,
+        pytest.raises(DamagedFile, match="ends at byte 1000, expected 2000"),
+    ):
+        Copier(target.fileno(), "out").copy(file, 0, 0, 2000)
     with pytest.raises(DamagedFile, match="ends at byte 1000, expected 1500"):
         file.read_into(500, memoryview(bytearray(1000)))
 
 
 @pytest.mark.parametrize(
-    ("code", "hint"), [(errno.ENOSPC, "free some space"), (errno.EDQUOT, "quota"), (errno.EIO, "same command")]
+    ("code", "hint"),
+    [(errno.ENOSPC, "free some space"), (errno.EDQUOT, "quota"), (errno.EIO, "same command")],
 )
 def test_a_failing_disk_is_named(code, hint, opened, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "copy_file_range", refuse(code))

@@ -83,7 +83,8 @@ def _narrow(draw, gather, array):
     dim = draw(st.integers(0, array.ndim - 1))
     start, step = draw(st.integers(0, array.shape[dim] - 1)), draw(st.integers(1, 3))
     size = draw(st.integers(1, -(-(array.shape[dim] - start) // step)))
-    return gather.narrow(dim, start, size, step), array.take(range(start, start + size * step, step), axis=dim)
+    indices = range(start, start + size * step, step)
+    return gather.narrow(dim, start, size, step), array.take(indices, axis=dim)
 
 
 def _select(draw, gather, array):
@@ -122,7 +123,8 @@ def _cat(draw, gather, array):
     if not array.ndim or array.size > 500:
         return gather, array
     dim = draw(st.integers(0, array.ndim - 1))
-    return cat([gather, gather.narrow(dim, 0, 1)], dim), np.concatenate([array, array.take([0], axis=dim)], dim)
+    first = array.take([0], axis=dim)
+    return cat([gather, gather.narrow(dim, 0, 1)], dim), np.concatenate([array, first], dim)
 
 
 def _expand(draw, gather, array):
@@ -165,7 +167,8 @@ def test_a_sparse_region_is_not_read_as_a_hull():
 
 def test_a_dense_region_is_read_at_once():
     source = Bytes(bytes(4096))
-    fill(of_region(Region(source, 0, INT, (16, 2), (4, 1))), Box.whole((16, 2)), memoryview(bytearray(128)), 4096)
+    columns = of_region(Region(source, 0, INT, (16, 2), (4, 1)))
+    fill(columns, Box.whole((16, 2)), memoryview(bytearray(128)), 4096)
     assert source.reads == 1
 
 
@@ -182,7 +185,7 @@ def pieces_at(*boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> Constant:
 
 def test_a_hole_is_found():
     gather = Shards((4, 4), INT, pieces_at(((0, 0), (2, 4)), ((3, 0), (1, 4))))
-    with pytest.raises(IncompleteCheckpoint, match=r"w: no shard holds the elements at \(2, 0\) of shape \(1, 4\)"):
+    with pytest.raises(IncompleteCheckpoint, match=r"w: no shard holds .* at \(2, 0\) of shape \(1, 4\)"):
         check("w", gather)
 
 

@@ -133,9 +133,17 @@ def test_nothing_to_write_is_refused():
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("16GB", 16 * 10**9), ("512MiB", 512 << 20), ("1.5 GB", 1_500_000_000), ("7", 7), (123, 123), ("2kb", 2000),
-     ("1T", 10**12), ("3g", 3 * 10**9)],
-)  # fmt: skip
+    [
+        ("16GB", 16 * 10**9),
+        ("512MiB", 512 << 20),
+        ("1.5 GB", 1_500_000_000),
+        ("7", 7),
+        (123, 123),
+        ("2kb", 2000),
+        ("1T", 10**12),
+        ("3g", 3 * 10**9),
+    ],
+)
 def test_sizes_are_read_as_the_hub_reads_them(text, size):
     assert parse_size(text) == size
 

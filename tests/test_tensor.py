@@ -46,7 +46,7 @@ OPERATIONS = {
     "slice last": lambda x, d: x[..., d(0, 2) :: d(1, 2)] if x.dim() else x,
     "select": lambda x, d: x.select(d(0, x.dim() - 1), -1) if x.dim() and 0 not in x.shape else x,
     "index_select": lambda x, d: (
-        x.index_select(0, torch.tensor([d(0, x.shape[0] - 1) for _ in range(3)])) if x.dim() and x.shape[0] else x
+        x.index_select(0, torch.tensor([d(0, len(x) - 1) for _ in "abc"])) if x.dim() and len(x) else x
     ),
     "reshape": lambda x, d: x.reshape(-1) if d(0, 1) else x.reshape(1, -1, 1),
     "flatten": lambda x, d: x.flatten(),
@@ -161,7 +161,12 @@ def test_copy_into_a_real_tensor_reads_a_block_at_a_time(monkeypatch):
     truth = torch.randn(8, 16)
     sizes = []
     read = compute.read
-    monkeypatch.setattr(compute, "read", lambda gather, window: sizes.append(window.numel) or read(gather, window))
+
+    def watched(gather, window):
+        sizes.append(window.numel)
+        return read(gather, window)
+
+    monkeypatch.setattr(compute, "read", watched)
     real = torch.empty(8, 16)
     real.copy_(lazy(truth))
     assert torch.equal(real, truth)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from functools import partial
 
-from lazymerge.checkpoint import Checkpoint, Copy
+from lazymerge.checkpoint import Checkpoint
 from lazymerge.errors import InconsistentCheckpoint, PlanError
 
 ANYWHERE = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
@@ -35,12 +33,7 @@ def strip_wrappers(checkpoint: Checkpoint) -> Checkpoint:
         owners[new] = old
     if all(old == new for old, new in names.items()):
         return checkpoint
-    renamed = checkpoint.with_gathers({new: checkpoint.gathers[old] for old, new in names.items()})
-    return replace(renamed, copies=partial(_renamed_copies, checkpoint.copies, names))
-
-
-def _renamed_copies(copies: Callable[[], Iterator[Copy]], names: Mapping[str, str]) -> Iterator[Copy]:
-    return (copy._replace(name=names[copy.name]) for copy in copies())
+    return checkpoint.renamed(names)
 
 
 def _without_wrappers(name: str) -> str:

@@ -8,6 +8,7 @@ config does not say tied                      what is there is written
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +18,7 @@ from lazymerge.errors import PlanError
 from lazymerge.fill import equal
 from lazymerge.gather import Gather
 
+FLAG = "tie_word_embeddings"
 HEADS = ("lm_head.weight", "embed_out.weight")
 EMBEDDINGS = (
     "embed_tokens.weight",
@@ -34,7 +36,7 @@ def tie(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> Checkpoint:
     """
     gathers = checkpoint.gathers
     head = next((name for name in gathers if _ends_with(name, HEADS)), None)
-    if head is None or tied_by_config(config) is not True:
+    if head is None or not tied_by_config(config):
         return checkpoint
     embeddings = [name for name in gathers if _ends_with(name, EMBEDDINGS)]
     if not embeddings:
@@ -49,17 +51,24 @@ def tie(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> Checkpoint:
     return checkpoint.with_gathers(gathers, Note("warning", text, head))
 
 
-def tied_by_config(config: Mapping[str, Any] | None) -> bool | None:
-    """What a config says of ``tie_word_embeddings``, in itself or else in a sub-config; None: nothing."""
+def tied_by_config(config: Mapping[str, Any] | None) -> bool:
+    """Whether a loader of this config ties the head: what its ``tie_word_embeddings`` says.
+
+    Where only the config of a part says that it is tied, the model's class decides: some hand the flag
+    on to the whole (LLaVA), others do not (Qwen3-VL), and would initialise a head that is left out.
+    """
     config = config or {}
-    flag = config.get("tie_word_embeddings")
+    flag = config.get(FLAG)
     if isinstance(flag, bool):
         return flag
-    for key in ("text_config", "llm_config", "language_config", "decoder"):
-        inner = config.get(key)
-        if isinstance(inner, dict) and isinstance(inner.get("tie_word_embeddings"), bool):
-            return bool(inner["tie_word_embeddings"])
-    return None
+    parts = [config.get(key) for key in ("text_config", "llm_config", "language_config", "decoder")]
+    if not any(isinstance(part, dict) and part.get(FLAG) is True for part in parts):
+        return False
+    try:
+        whole = _model_class(config).config_class.from_dict(copy.deepcopy(dict(config)))
+    except Exception:  # no class that transformers has, or a config that it does not take
+        return False
+    return bool(getattr(whole, FLAG, False))
 
 
 def _ends_with(name: str, endings: tuple[str, ...]) -> bool:
@@ -80,15 +89,20 @@ def _renamed(checkpoint: Checkpoint, head: str, config: Mapping[str, Any]) -> Ch
 
 def _embedding_of(head: str, config: Mapping[str, Any]) -> str:
     """The embedding's name, from the class that config.json names (the class is never instantiated)."""
-    architectures = config.get("architectures")
-    name = architectures[0] if isinstance(architectures, list) and architectures else None
-    keys = None
-    if isinstance(name, str) and name.isidentifier():
-        transformers = importlib.import_module("transformers")
-        keys = getattr(getattr(transformers, name, None), "_tied_weights_keys", None)
+    keys = getattr(_model_class(config), "_tied_weights_keys", None)
     if isinstance(keys, dict) and isinstance(keys.get(head), str):
         return str(keys[head])
     raise PlanError(
-        f"{head}: config.json ties it to an embedding that is not here, and {name} does not say to which",
+        f"{head}: config.json ties it to an embedding that is not here, and {config.get('architectures')}"
+        " does not say to which",
         "set tie_word_embeddings to false in the config, or add the embedding",
     )
+
+
+def _model_class(config: Mapping[str, Any]) -> Any:
+    """The class of transformers that a config names first; None if there is none of that name."""
+    architectures = config.get("architectures")
+    name = architectures[0] if isinstance(architectures, list) and architectures else None
+    if not isinstance(name, str) or not name.isidentifier():
+        return None
+    return getattr(importlib.import_module("transformers"), name, None)

@@ -113,6 +113,8 @@ def _choose(paths: Sequence[Path], options: OpenOptions, notes: list[Note]) -> R
     """The files to open: the one complete set, or the only set there is."""
     if len(paths) == 1 and paths[0].is_file():
         return RankSet(paths[0].name, 1, {0: paths[0]})
+    if len(paths) > 1:
+        _refuse_full(paths)
     sets = _rank_sets(paths)
     if options.world_size is not None:
         sets = [each for each in sets if each.world_size == options.world_size]
@@ -135,6 +137,17 @@ def _choose(paths: Sequence[Path], options: OpenOptions, notes: list[Note]) -> R
         if other is not chosen:
             notes.append(Note("warning", f"taking {chosen}; {other} is incomplete and was left alone"))
     return chosen
+
+
+def _refuse_full(paths: Sequence[Path]) -> None:
+    """Several paths hold the ranks of one save; a full state dict is one already."""
+    for path in paths:
+        full = path if path.is_file() else None if _rank_sets([path]) else _full_file(path)
+        if full is not None:
+            raise AmbiguousCheckpoint(
+                f"{full}: a full state dict among {len(paths)} sources",
+                "give it alone, or only folders with the rank files of one save",
+            )
 
 
 def _rank_sets(paths: Iterable[Path]) -> list[RankSet]:
@@ -292,6 +305,8 @@ def _refuse_flat(file: LocalFile, state: dict[Any, Any]) -> None:
 
 
 def _kind(value: object) -> str:
+    if isinstance(value, StoredTensor):
+        return "a tensor"
     return str(value.cls)[:100] if isinstance(value, Record) else type(value).__name__
 
 
