@@ -148,7 +148,11 @@ def _values(noise: torch.Tensor, count: int, seed: int) -> torch.Tensor:
 
 
 def _write_config(folder: Path, recipe: Recipe) -> None:
-    folder.mkdir(exist_ok=True)
+    """A tokenizer, without which verl's merger stops, and the config of the shapes."""
+    from tests.makers.layout import write_huggingface_dir
+
+    write_huggingface_dir(None, folder)
+    (folder / "generation_config.json").unlink()  # transformers refuses to save that of the tests
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -53,14 +53,18 @@ class Place:
     cold: bool = False
 
 
-def run(command: Sequence[str], environment: Mapping[str, str] | None = None) -> Run:
-    """Run a command to its end; `RuntimeError` with what it said if it fails."""
+def run(command: Sequence[str]) -> Run:
+    """Run a command to its end; `RuntimeError` with what it said if it fails.
+
+    Python may keep its bytecode, as an installed package has it: compiling is no part of a merge.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     with tempfile.TemporaryFile() as said:
         started = time.monotonic()
         process = subprocess.Popen(
             command,
             cwd=REPOSITORY,
-            env={**os.environ, **(environment or {})},
+            env={**environment, "HF_HUB_OFFLINE": "1"},
             stdin=subprocess.DEVNULL,
             stdout=said,
             stderr=said,

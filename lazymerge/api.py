@@ -20,7 +20,7 @@ from lazymerge.conversions.naming import select, strip_wrappers
 from lazymerge.conversions.tying import tie
 from lazymerge.errors import InconsistentCheckpoint, PlanError, SourceError
 from lazymerge.execute import write_file
-from lazymerge.files.size import parse_size
+from lazymerge.files.size import format_size, parse_size
 from lazymerge.fill import equal
 from lazymerge.formats.registry import OpenOptions, open_checkpoint
 from lazymerge.gather import of_region
@@ -122,7 +122,7 @@ def merge(
     )
     options = Options(dtype, max_shard_size, output_format, tuple(include), tuple(exclude))
     log.debug("opened %r", checkpoint)
-    prepared = prepare(checkpoint, options)
+    prepared = prepare(checkpoint, options, Path(hf_config) if hf_config else None)
     budget = default_budget() if wanted is None else wanted
     spending = spend(budget, max_workers or min(4, os.cpu_count() or 1), prepared.plan.tensors)
     log.debug("planned %s", _described(prepared.plan, spending))
@@ -140,14 +140,14 @@ def merge(
     return _report(folder, prepared, spending, budget, started, meter, resumed=resumed)
 
 
-def prepare(checkpoint: Checkpoint, options: Options) -> _Prepared:
+def prepare(checkpoint: Checkpoint, options: Options, hf_config: Path | None) -> _Prepared:
     """Convert and plan: everything that can be refused is refused here."""
     if options.output_format not in {SAFETENSORS, BIN}:
         raise PlanError(f"--output-format {options.output_format!r}", f"choose {SAFETENSORS} or {BIN}")
     dtype = None if options.dtype is None else parse_dtype(options.dtype)
     shard_size = parse_size(options.max_shard_size)
     checkpoint = select(checkpoint, options.include, options.exclude)
-    sidecars = find_sidecars(checkpoint.sidecars)
+    sidecars = find_sidecars(checkpoint.sidecars, linked=hf_config)
     checkpoint = tie(checkpoint, sidecars.config)
     named = config_dtype(sidecars.config)
     if dtype is not None:
@@ -184,8 +184,8 @@ def _note_dtype(checkpoint: Checkpoint, named: str | None) -> Checkpoint:
         return checkpoint
     text = (
         f"the files hold float32 and config.json says {named}; the dtype is kept."
-        f" --dtype {named} would write {(checkpoint.nbytes - wide // 2) / 1e9:.2f} GB"
-        f" in place of {checkpoint.nbytes / 1e9:.2f} GB"
+        f" --dtype {named} would write {format_size(checkpoint.nbytes - wide // 2)}"
+        f" in place of {format_size(checkpoint.nbytes)}"
     )
     return checkpoint.with_notes(Note("info", text))
 

@@ -23,22 +23,13 @@ from typing import Any
 
 import torch
 
+from lazymerge.boxes import Box, Piece, Shape
 from lazymerge.errors import PlanError
 from lazymerge.files.dtype import DTYPES, DType
 from lazymerge.files.region import Region, contiguous_strides
 from lazymerge.fill import fill, windows
-from lazymerge.gather import (
-    Box,
-    Computation,
-    Constant,
-    Gather,
-    Piece,
-    Shape,
-    Shards,
-    boxes_of_run,
-    computations,
-    of_region,
-)
+from lazymerge.gather import Computation, Constant, Gather, Shards, computations, of_region
+from lazymerge.reshape import boxes_of_run
 
 SCRATCH = 1 << 20
 """Bytes of scratch for reading the pieces of an operand."""

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from lazymerge.files.size import format_size
+
 if TYPE_CHECKING:  # each of these takes time that `--help` has not
     from rich.console import Console
     from rich.progress import Progress as Bar
@@ -34,15 +36,6 @@ SECONDS = 5.0
 def printable(text: str) -> str:
     """The text on one line, with what could steer a terminal written as escapes."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def size(nbytes: float) -> str:
-    """Bytes for people: "1.23 GB" is 1.23 x 10^9."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if nbytes < 999.5:
-            return f"{nbytes:.0f} {unit}" if unit == "bytes" else f"{nbytes:.3g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.3g} TB" if nbytes < 999.5 else f"{nbytes:,.0f} TB"
 
 
 def duration(seconds: float) -> str:
@@ -72,7 +65,7 @@ def report_lines(report: MergeReport, *, everything: bool = False) -> Iterator[s
 
 def _sections(report: MergeReport, everything: bool) -> Iterator[tuple[str, Iterable[str]]]:
     width = max(len(printable(name)) for name in report.files)
-    files = [f"{printable(name):<{width}}  {size(nbytes)}" for name, nbytes in report.files.items()]
+    files = [f"{printable(name):<{width}}  {format_size(nbytes)}" for name, nbytes in report.files.items()]
     left_out = [f"{printable(name)}: {printable(why)}" for name, why in report.left_out.items()]
     yield "files", _first(files, everything)
     yield "tensors", [f"{report.tensors:,}: {_per_dtype(report)}"]
@@ -87,20 +80,28 @@ def _sections(report: MergeReport, everything: bool) -> Iterator[tuple[str, Iter
 
 def _measured(report: MergeReport) -> Iterator[tuple[str, Sequence[str]]]:
     written = report.bytes_written - sum(report.files[name] for name in report.resumed)
-    rate = size(written / max(report.seconds, 1e-9))
-    yield "written", [f"{size(written)} in {duration(report.seconds)} ({rate}/s)"]
-    yield "memory", [f"{size(report.peak)} at most, of a budget of {size(report.budget)}"]
+    rate = format_size(written / max(report.seconds, 1e-9))
+    yield "written", [f"{format_size(written)} in {duration(report.seconds)} ({rate}/s)"]
+    yield "memory", [f"{format_size(report.peak)} at most, of a budget of {format_size(report.budget)}"]
 
 
 def _foreseen(report: MergeReport) -> Iterator[tuple[str, Sequence[str]]]:
-    yield "read", [size(report.bytes_read)]
-    yield "write", [f"{size(report.disk)} of {size(report.disk_free)} that are free on the disk"]
-    yield "memory", [f"{size(report.predicted_peak)} at most, of a budget of {size(report.budget)}"]
-    yield "workers", [f"{report.workers}, with blocks of {size(report.block)}"]
+    yield "read", [format_size(report.bytes_read)]
+    yield (
+        "write",
+        [f"{format_size(report.disk)} of {format_size(report.disk_free)} that are free on the disk"],
+    )
+    yield (
+        "memory",
+        [f"{format_size(report.predicted_peak)} at most, of a budget of {format_size(report.budget)}"],
+    )
+    yield "workers", [f"{report.workers}, with blocks of {format_size(report.block)}"]
 
 
 def _per_dtype(report: MergeReport) -> str:
-    return ", ".join(f"{n:,} {dtype} ({size(nbytes)})" for dtype, (n, nbytes) in report.per_dtype.items())
+    return ", ".join(
+        f"{n:,} {dtype} ({format_size(nbytes)})" for dtype, (n, nbytes) in report.per_dtype.items()
+    )
 
 
 def _first(lines: Sequence[str], everything: bool) -> Sequence[str]:
@@ -118,7 +119,7 @@ def _remarks(report: MergeReport) -> Iterator[str]:
     for note in notes:
         yield f"{_label(note.level)}{printable(note.text)}"
     if _disk_is_short(report):
-        missing = size(report.disk - report.disk_free)
+        missing = format_size(report.disk - report.disk_free)
         yield f"{_label('warning')}the disk of {printable(str(report.destination))} is short of {missing}"
 
 
@@ -189,7 +190,9 @@ class _Moved:
             self.bar.remove_task(self.task)
             self.task = None
         doing = "comparing " if event.stage == "check" else ""
-        text = f"RAM {size(event.resident)} {doing}{Path(printable(event.file or '')).stem}"[: self.room]
+        text = f"RAM {format_size(event.resident)} {doing}{Path(printable(event.file or '')).stem}"[
+            : self.room
+        ]
         if self.task is None:
             self.total = event.total
             self.task = self.bar.add_task(text, total=event.total or None)
@@ -217,12 +220,15 @@ class Lines:
         """How far it is: bytes, rate, time left, memory, file."""
         parts = ["comparing copies" if event.stage == "check" else "writing"]
         if event.total:
-            parts.append(f"{size(event.done)} of {size(event.total)} ({event.done * 100 // event.total} %)")
+            parts.append(
+                f"{format_size(event.done)} of {format_size(event.total)}"
+                f" ({event.done * 100 // event.total} %)"
+            )
         began, before = self.began or (now, event.done)
         if now > began and event.done > before:
             rate = (event.done - before) / (now - began)
-            parts += [f"{size(rate)}/s", f"{duration((event.total - event.done) / rate)} left"]
-        parts += [f"{size(event.resident)} resident", printable(event.file or "")]
+            parts += [f"{format_size(rate)}/s", f"{duration((event.total - event.done) / rate)} left"]
+        parts += [f"{format_size(event.resident)} resident", printable(event.file or "")]
         return "  ".join(part for part in parts if part)
 
 

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 
+from lazymerge.boxes import Box, Piece, Shape
 from lazymerge.files.copying import Copier, start_writeback, write_all
 from lazymerge.files.local import LocalFile
 from lazymerge.files.region import contiguous_strides
 from lazymerge.fill import fill, windows
-from lazymerge.gather import Box, Piece, Shape
 from lazymerge.plan import OutputFile, PlannedTensor
 
 SMALLEST_RUN = 64 << 10
@@ -106,7 +106,7 @@ def _work(queue: _Queue, copier: Copier, block: int, on_bytes: Callable[[int], N
                     _forget(step.tensor)
             start_writeback(copier.target, step.at, step.size)
             on_bytes(step.size)
-        except Exception as error:
+        except BaseException as error:  # whatever it is, it is raised again when all workers have ended
             queue.fail(error)
 
 

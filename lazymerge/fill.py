@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lazymerge.boxes import Box, Shape
 from lazymerge.files.region import Region, contiguous_strides
-from lazymerge.gather import Box, Gather, Shape
+from lazymerge.gather import Gather
 
 # Reading a gap of this many bytes costs about as much as another read call.
 _GAP = 16 * 1024

@@ -10,58 +10,21 @@ A gather is an expression of four kinds, closed under everything that moves elem
              another shape
 
 `Gather.pieces` turns the expression into (box <- region) pairs on demand, for the whole tensor
-or for a window of it; nothing is stored for a whole model. `check` proves that the pieces hold
-each element exactly once.
+or for a window of it; nothing is stored for a whole model. That the pieces hold each element
+exactly once is proved in lazymerge.tiling.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise, product
 from typing import NamedTuple, Protocol, cast
 
-from lazymerge.errors import IncompleteCheckpoint, InconsistentCheckpoint
+from lazymerge.boxes import Box, Piece, Shape, cut, replaced
 from lazymerge.files.dtype import DType
 from lazymerge.files.local import Source
-from lazymerge.files.region import Region
-
-Shape = tuple[int, ...]
-
-
-class Box(NamedTuple):
-    """A hyper-rectangle of a tensor: where it starts and how far it goes in each dimension."""
-
-    start: Shape
-    shape: Shape
-
-    @classmethod
-    def whole(cls, shape: Shape) -> Box:
-        """The box of a whole tensor of this shape."""
-        return cls((0,) * len(shape), shape)
-
-    @property
-    def numel(self) -> int:
-        """Elements inside."""
-        return math.prod(self.shape)
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        """The box as an index into an array."""
-        return tuple(slice(at, at + size) for at, size in zip(self.start, self.shape, strict=True))
-
-
-class Piece(NamedTuple):
-    """A box of a tensor and the region that fills it: `region.shape` is the box's shape."""
-
-    start: Shape
-    region: Region
-
-    @property
-    def box(self) -> Box:
-        """The box that the region fills."""
-        return Box(self.start, self.region.shape)
+from lazymerge.files.region import Region, contiguous_strides
+from lazymerge.reshape import matching_dims, reshaped
 
 
 class Computation(Source, Protocol):
@@ -182,9 +145,9 @@ class Shards(Gather):
             yield from self._parts()
             return
         for piece in self._parts():
-            cut = _cut(piece, window)
-            if cut is not None:
-                yield cut
+            part = cut(piece, window)
+            if part is not None:
+                yield part
 
 
 class Constant:
@@ -314,10 +277,10 @@ class Cat(Gather):
             first, last = max(low, at), min(high, at + size)
             if first < last:
                 inside = Box(
-                    _replace(window.start, dim, first - at), _replace(window.shape, dim, last - first)
+                    replaced(window.start, dim, first - at), replaced(window.shape, dim, last - first)
                 )
                 for start, region in part.pieces(inside):
-                    yield Piece(_replace(start, dim, start[dim] + at), region)
+                    yield Piece(replaced(start, dim, start[dim] + at), region)
             at += size
 
 
@@ -340,219 +303,22 @@ class View(Gather):
     def pieces(self, window: Box | None = None) -> Iterator[Piece]:
         if self.numel == 0:
             return
-        groups = _matching_dims(self.base.shape, self.shape)
+        groups = matching_dims(self.base.shape, self.shape)
         for piece in self.base.pieces(None if window is None else self._base_window(window)):
-            for renamed in _regroup(piece, self.base.shape, self.shape, groups):
-                cut = renamed if window is None else _cut(renamed, window)
-                if cut is not None:
-                    yield cut
+            if 0 in piece.region.shape:
+                continue  # nothing, which a view could make something of
+            for renamed in reshaped(piece, self.base.shape, self.shape, groups):
+                part = renamed if window is None else cut(renamed, window)
+                if part is not None:
+                    yield part
 
     def _base_window(self, window: Box) -> Box:
         """The rows of the base that hold the window: a hull, cut exactly afterwards."""
         base = self.base.shape
         if not base or 0 in window.shape:
             return Box.whole(base)
-        strides = _row_major(self.shape)
+        strides = contiguous_strides(self.shape)
         first = sum(at * step for at, step in zip(window.start, strides, strict=True))
         last = first + sum((size - 1) * step for size, step in zip(window.shape, strides, strict=True))
         row = math.prod(base[1:])
         return Box((first // row, *(0,) * (len(base) - 1)), (last // row - first // row + 1, *base[1:]))
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """A part of a box within one group of dimensions: where, how far, how to step, from where."""
-
-    start: Shape
-    shape: Shape
-    strides: Shape
-    offset: int  # in elements, from the piece's first one
-
-
-def _regroup(piece: Piece, old: Shape, new: Shape, groups: list[tuple[range, range]]) -> Iterator[Piece]:
-    """A piece of a tensor of shape `old` as pieces of its view of shape `new`."""
-    region = piece.region
-    choices: list[list[_Run]] = []
-    for before, after in groups:
-        box = _Run(
-            tuple(piece.start[d] for d in before),
-            tuple(region.shape[d] for d in before),
-            tuple(region.strides[d] for d in before),
-            0,
-        )
-        if tuple(old[d] for d in before) == tuple(new[d] for d in after):
-            choices.append([box])
-        else:
-            target = tuple(new[d] for d in after)
-            choices.append(
-                [
-                    part
-                    for flat in _flatten(box, tuple(old[d] for d in before))
-                    for part in _unflatten(flat, target)
-                ]
-            )
-    for parts in product(*choices):
-        start = tuple(n for part in parts for n in part.start)
-        shape = tuple(n for part in parts for n in part.shape)
-        strides = tuple(n for part in parts for n in part.strides)
-        offset = region.offset + sum(part.offset for part in parts) * region.dtype.itemsize
-        yield Piece(start, Region(region.source, offset, region.dtype, shape, strides))
-
-
-def _matching_dims(old: Shape, new: Shape) -> list[tuple[range, range]]:
-    """Groups of neighbouring dimensions of both shapes that hold as many elements.
-
-    (6, 4) and (2, 3, 4) give [0 | 0, 1] and [1 | 2]. Both shapes have the same product, not 0.
-    """
-    groups = []
-    i = j = 0
-    while i < len(old) or j < len(new):
-        first, second = i, j
-        left = right = 1
-        while True:
-            if left <= right and i < len(old) and (left < right or i == first):
-                left *= old[i]
-                i += 1
-            elif j < len(new) and (right < left or j == second):
-                right *= new[j]
-                j += 1
-            else:
-                break
-        groups.append((range(first, i), range(second, j)))
-    return groups
-
-
-def _flatten(box: _Run, dims: Shape) -> Iterator[_Run]:
-    """The box as runs along the row-major order of `dims`: few where the inner dimensions are whole."""
-    inner = len(dims)  # box dimensions from here on make one run
-    size, stride = 1, 1
-    for at in range(len(dims) - 1, -1, -1):
-        whole = all(box.shape[d] == dims[d] for d in range(at + 1, len(dims)))
-        joins = size == 1 or box.shape[at] == 1 or box.strides[at] == stride * size
-        if not (whole and joins):
-            break
-        stride = box.strides[at] if size == 1 else stride
-        size *= box.shape[at]
-        inner = at
-    steps = _row_major(dims)
-    base = sum(at * step for at, step in zip(box.start, steps, strict=True))
-    for index in product(*(range(n) for n in box.shape[:inner])):
-        flat = base + sum(i * step for i, step in zip(index, steps, strict=False))
-        offset = sum(i * s for i, s in zip(index, box.strides, strict=False))
-        yield _Run((flat,), (size,), (stride,), box.offset + offset)
-
-
-def _unflatten(run: _Run, dims: Shape) -> Iterator[_Run]:
-    """A run along the row-major order of `dims` as boxes: a head, whole rows, a tail, in each dimension."""
-    (at,), (size,), (stride,) = run.start, run.shape, run.strides
-    if not dims:
-        yield _Run((), (), (), run.offset)
-        return
-    row = math.prod(dims[1:])
-    done = 0
-    while done < size:
-        index, inside = divmod(at + done, row)
-        rows = (size - done) // row if inside == 0 else 0
-        if rows:
-            count = rows * row
-            strides = tuple(stride * step for step in _row_major(dims))
-            yield _Run(
-                (index, *(0,) * (len(dims) - 1)), (rows, *dims[1:]), strides, run.offset + done * stride
-            )
-        else:
-            count = min(row - inside, size - done)
-            piece = _Run((inside,), (count,), (stride,), run.offset + done * stride)
-            for part in _unflatten(piece, dims[1:]):
-                yield _Run((index, *part.start), (1, *part.shape), (0, *part.strides), part.offset)
-        done += count
-
-
-def boxes_of_run(start: int, size: int, shape: Shape) -> Iterator[Box]:
-    """The boxes of a tensor of `shape` that `size` elements in row-major order from `start` on fill."""
-    for part in _unflatten(_Run((start,), (size,), (1,), 0), shape):
-        yield Box(part.start, part.shape)
-
-
-def _row_major(shape: Shape) -> Shape:
-    steps = [1] * len(shape)
-    for dim in range(len(shape) - 2, -1, -1):
-        steps[dim] = steps[dim + 1] * shape[dim + 1]
-    return tuple(steps)
-
-
-def _replace(values: Shape, at: int, value: int) -> Shape:
-    return (*values[:at], value, *values[at + 1 :])
-
-
-def _cut(piece: Piece, window: Box) -> Piece | None:
-    """The part of a piece inside the window; None if there is none."""
-    region = piece.region
-    start, shape, offset = [], [], region.offset
-    for at, size, stride, low, extent in zip(
-        piece.start, region.shape, region.strides, window.start, window.shape, strict=True
-    ):
-        first, last = max(at, low), min(at + size, low + extent)
-        if first >= last:
-            return None
-        start.append(first)
-        shape.append(last - first)
-        offset += (first - at) * stride * region.dtype.itemsize
-    return Piece(tuple(start), Region(region.source, offset, region.dtype, tuple(shape), region.strides))
-
-
-def check(name: str, gather: Gather, pieces: Iterable[Piece] | None = None) -> None:
-    """Prove that the pieces hold each element of the tensor exactly once, and in its dtype.
-
-    `pieces` are the gather's, where the caller has them already. Raises `IncompleteCheckpoint` for a
-    hole and `InconsistentCheckpoint` for an overlap, a box outside the tensor or another dtype,
-    naming `name` and the first such place.
-    """
-    boxes = []
-    for start, region in gather.pieces() if pieces is None else pieces:
-        outside = any(
-            at < 0 or at + size > limit
-            for at, size, limit in zip(start, region.shape, gather.shape, strict=True)
-        )
-        if outside:
-            raise InconsistentCheckpoint(
-                f"{name}: a shard at {start} of shape {region.shape} is outside of {gather.shape}",
-                "the rank files do not belong together; check that they come from one save",
-            )
-        if region.dtype is not gather.dtype:
-            raise InconsistentCheckpoint(
-                f"{name}: a shard in {region.source.name} is {region.dtype}, expected {gather.dtype}",
-                "the rank files do not belong together; check that they come from one save",
-            )
-        if 0 not in region.shape:
-            boxes.append(Box(start, region.shape))
-    if gather.numel:
-        _check_tiles(name, boxes, Box.whole(gather.shape), 0)
-
-
-def _check_tiles(name: str, boxes: list[Box], space: Box, dim: int) -> None:
-    """Prove that `boxes`, all of which span `space` before `dim`, fill it once: slab by slab along `dim`."""
-    if len(boxes) == 1 and boxes[0][0][dim:] == space.start[dim:] and boxes[0][1][dim:] == space.shape[dim:]:
-        return
-    if dim == len(space.shape):
-        raise InconsistentCheckpoint(
-            f"{name}: {len(boxes)} shards hold the elements at {space.start} of shape {space.shape}",
-            "the rank files overlap; check that they come from one save",
-        )
-    low = space.start[dim]
-    high = low + space.shape[dim]
-    cuts = sorted({low, high, *(b.start[dim] for b in boxes), *(b.start[dim] + b.shape[dim] for b in boxes)})
-    slabs: dict[int, list[Box]] = {cut: [] for cut in cuts[:-1]}
-    ends = dict(pairwise(cuts))
-    for box in boxes:
-        at, end = box.start[dim], box.start[dim] + box.shape[dim]
-        while at < end:  # once, unless the shards are cut unevenly along this dimension
-            slabs[at].append(box)
-            at = ends[at]
-    for at, inside in slabs.items():
-        slab = Box(_replace(space.start, dim, at), _replace(space.shape, dim, ends[at] - at))
-        if not inside:
-            raise IncompleteCheckpoint(
-                f"{name}: no shard holds the elements at {slab.start} of shape {slab.shape}",
-                "rank files are missing or cut; pass every folder that holds ranks of this save",
-            )
-        _check_tiles(name, inside, slab, dim + 1)

@@ -16,7 +16,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from lazymerge.files.copying import write_error
 from lazymerge.files.local import LocalFile
 
 STAGING = ".lazymerge"
+JOURNAL = "journal.jsonl"
 _WEIGHTS = re.compile(r".+\.safetensors(\.index\.json)?|pytorch_model.*\.bin(\.index\.json)?")
 
 
@@ -37,7 +38,7 @@ class Destination:
         self.staging = folder / STAGING
         self.overwrite = overwrite
         self.finished: set[str] = set()
-        self._journal = self.staging / "journal.jsonl"
+        self._journal = self.staging / JOURNAL
 
     # -------------------------------------------------------------------- beginning
 
@@ -53,6 +54,8 @@ class Destination:
             self.finished = {line["done"] for line in lines[1:] if self._is_there(line)}
             self._clear({"lock", self._journal.name, *self.finished})
             return
+        if not self.overwrite:
+            _check_empty(self.folder, ())  # not even of files that another job has published
         self._clear({"lock"})
         self._append(head)
 
@@ -123,6 +126,17 @@ class Destination:
 
     def publish(self, names: Sequence[str]) -> None:
         """Rename the staged files into the folder in this order, after what they replace is gone."""
+        self._append({"publishing": list(names)})
+        try:
+            self._publish(names)
+        except OSError as error:
+            place = error.filename2 or error.filename or self.folder
+            raise OutputError(
+                f"{place}: {os.strerror(error.errno or errno.EIO)}",
+                "run the same command again when that can be written; what is finished is kept",
+            ) from error
+
+    def _publish(self, names: Sequence[str]) -> None:
         if self.overwrite:
             for path in list(self.folder.iterdir()):
                 if (
@@ -162,18 +176,19 @@ def claim(folder: Path, sources: Sequence[Path], *, overwrite: bool) -> Iterator
         raise OutputError(f"{folder}: {error.strerror}", "choose a folder that you may write to") from None
     try:
         _lock(lock, folder)
-        yield Destination(folder, overwrite)
+        try:
+            yield Destination(folder, overwrite)
+        finally:
+            _tidy(folder, made)
     finally:
         os.close(lock)
-        _tidy(folder, made)
 
 
 def check_destination(folder: Path, sources: Sequence[Path], *, overwrite: bool) -> None:
     """Raise `OutputError` where a result cannot go, as far as that can be seen without writing."""
     _check_place(folder, sources)
-    unfinished = (folder / STAGING / "journal.jsonl").exists()
-    if folder.is_dir() and not unfinished and not overwrite:
-        _check_empty(folder)
+    if folder.is_dir() and not overwrite:
+        _check_empty(folder, _publishing(folder / STAGING / JOURNAL))
 
 
 def _check_place(folder: Path, sources: Sequence[Path]) -> None:
@@ -182,13 +197,22 @@ def _check_place(folder: Path, sources: Sequence[Path]) -> None:
     resolved = folder.resolve()
     for source in sources:
         place = source.resolve()
-        if resolved == place or place in resolved.parents:
+        if resolved == (place.parent if place.is_file() else place):
+            raise OutputError(f"{folder}: holds the source {source}", "give another folder for the result")
+        if place in resolved.parents:
             raise OutputError(f"{folder}: lies inside the source {source}", "give a folder outside of it")
 
 
-def _check_empty(folder: Path) -> None:
+def _publishing(journal: Path) -> set[str]:
+    """What an unfinished merge may have renamed into the folder: names of files and of folders there."""
+    listed = [line["publishing"] for line in _read_lines(journal) if isinstance(line.get("publishing"), list)]
+    return {str(name).partition("/")[0] for names in listed for name in names}
+
+
+def _check_empty(folder: Path, known: Collection[str]) -> None:
+    """Raise `OutputError` if the folder holds anything but the staging folder and what is `known`."""
     try:
-        names = sorted(path.name for path in folder.iterdir() if path.name != STAGING)
+        names = sorted(path.name for path in folder.iterdir() if path.name not in {STAGING, *known})
     except OSError as error:
         raise OutputError(f"{folder}: {error.strerror}", "choose a folder that you may write to") from None
     if names:
@@ -208,8 +232,10 @@ def _tidy(folder: Path, made: Sequence[Path]) -> None:
     """After a failure before the first byte: leave no folder behind that was not there."""
     staging = folder / STAGING
     try:
-        if staging.is_dir() and [path.name for path in staging.iterdir()] == ["lock"]:
-            shutil.rmtree(staging)
+        if staging.is_dir():
+            names = {path.name for path in staging.iterdir()}
+            if names <= {"lock", JOURNAL} and len(_read_lines(staging / JOURNAL)) < 2:
+                shutil.rmtree(staging)
         for path in made:
             path.rmdir()
     except OSError:

@@ -16,7 +16,8 @@ from lazymerge.errors import PlanError
 from lazymerge.files.dtype import DType
 from lazymerge.files.safetensors_file import safetensors_layout
 from lazymerge.files.torch_archive import Archive, torch_archive
-from lazymerge.gather import Computation, Gather, View, check, computations
+from lazymerge.gather import Computation, Gather, View, computations
+from lazymerge.tiling import check
 
 SAFETENSORS = "safetensors"
 BIN = "bin"

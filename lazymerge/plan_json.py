@@ -17,11 +17,12 @@ import base64
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lazymerge.boxes import Piece
 from lazymerge.errors import InconsistentCheckpoint, PlanError
 from lazymerge.files.dtype import DTYPES
 from lazymerge.files.local import Descriptors, LocalFile, Source
 from lazymerge.files.region import Region
-from lazymerge.gather import Constant, Gather, Piece, Shards
+from lazymerge.gather import Constant, Gather, Shards
 from lazymerge.plan import BIN, SAFETENSORS, OutputFile, Plan, bin_file, safetensors_file
 
 if TYPE_CHECKING:

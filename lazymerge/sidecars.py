@@ -76,28 +76,32 @@ class Sidecars:
         return sum(path.stat().st_size for path in self.files.values())
 
 
-def find_sidecars(folders: Iterable[Path]) -> Sidecars:
+def find_sidecars(folders: Iterable[Path], linked: Path | None = None) -> Sidecars:
     """The sidecars in these folders; where several have a name, the first one's file.
 
-    Raises `DamagedFile` for malformed JSON and `SourceError` for what is no plain file.
+    `linked` is the one folder whose links are followed: the user has named it, and in the cache of
+    the Hugging Face hub every file is a link. Raises `DamagedFile` for malformed JSON and
+    `SourceError` for what is no plain file.
     """
     found: dict[str, Path] = {}
     parsed: dict[str, Any] = {}
     for folder in folders:
         for name in [*_PARSED, *_COPIED, *_matching(folder)]:
-            if name not in found and _is_there(folder / name):
+            if name not in found and _is_there(folder / name, links=folder == linked):
                 found[name] = folder / name
                 if name in _PARSED:
                     parsed[name] = _parse(folder / name)
                 elif name.endswith(".json"):
                     _check_braces(folder / name)
+                else:
+                    _opened(folder / name)
     config = parsed.get(CONFIG)
     notes: list[Note] = []
     if config is None:
         notes.append(
             Note("warning", "no config.json was found, so the result will not load; give --hf-config DIR")
         )
-    _add_code(found, parsed, notes)
+    _add_code(found, parsed, linked, notes)
     return Sidecars(found, config, tuple(notes))
 
 
@@ -109,10 +113,10 @@ def _matching(folder: Path) -> list[str]:
     return sorted(name for name in names if any(pattern.fullmatch(name) for pattern in _COPIED_PATTERNS))
 
 
-def _is_there(path: Path) -> bool:
-    """Whether there is such a file; anything else under that name is refused."""
+def _is_there(path: Path, *, links: bool) -> bool:
+    """Whether there is such a file; anything else under that name is refused, links unless they may be."""
     try:
-        mode = path.lstat().st_mode
+        mode = path.stat().st_mode if links else path.lstat().st_mode
     except OSError:
         return False
     if not stat.S_ISREG(mode):
@@ -121,7 +125,9 @@ def _is_there(path: Path) -> bool:
     return True
 
 
-def _add_code(found: dict[str, Path], parsed: Mapping[str, Any], notes: list[Note]) -> None:
+def _add_code(
+    found: dict[str, Path], parsed: Mapping[str, Any], linked: Path | None, notes: list[Note]
+) -> None:
     """The Python files of a model that brings its own code: all beside the file that has an auto_map."""
     for name, content in parsed.items():
         modules = _auto_map_modules(content.get("auto_map"))
@@ -129,7 +135,9 @@ def _add_code(found: dict[str, Path], parsed: Mapping[str, Any], notes: list[Not
             continue
         folder = found[name].parent
         for path in sorted(folder.iterdir()):
-            if _CODE.fullmatch(path.name) and path.name not in found and _is_there(path):
+            is_code = _CODE.fullmatch(path.name) and path.name not in found
+            if is_code and _is_there(path, links=folder == linked):
+                _opened(path)
                 found[path.name] = path
         for module in modules:
             if f"{module}.py" not in found:
@@ -149,20 +157,26 @@ def _auto_map_modules(auto_map: object) -> list[str]:
     return sorted({name.rpartition(".")[0] for name in local})
 
 
-def _bytes(path: Path) -> bytes:
+def _opened(path: Path) -> LocalFile:
+    """The file, which can be read and is not larger than such a file can be."""
     file = LocalFile(path)
     limit = _LARGEST_JSON if path.name in _PARSED else _LARGEST
     if file.size > limit:
         raise SourceError(
             f"{path}: {file.size} bytes, expected at most {limit}", "this is no such file; remove it"
         )
+    return file
+
+
+def _bytes(path: Path) -> bytes:
+    file = _opened(path)
     return file.read(0, file.size)
 
 
 def _parse(path: Path) -> dict[str, Any]:
     raw = _bytes(path)
     try:
-        content = json.loads(raw)
+        content = json.loads(raw.decode())  # as loaders read it: no byte order mark, no UTF-16
     except (ValueError, RecursionError) as error:
         reason = str(error) if isinstance(error, json.JSONDecodeError) else "not UTF-8, or nested too deep"
         raise DamagedFile(
@@ -175,7 +189,7 @@ def _parse(path: Path) -> dict[str, Any]:
 
 def _check_braces(path: Path) -> None:
     """A large JSON file is not parsed (that takes many times its size); a cut one is still found."""
-    file = LocalFile(path)
+    file = _opened(path)
     head = file.read(0, min(64, file.size)).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
     tail = file.read(max(0, file.size - 64), min(64, file.size)).rstrip()[-1:]
     if (head, tail) not in {(b"{", b"}"), (b"[", b"]")}:

@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 
 import lazymerge
 from lazymerge import api, cli, display, errors
+from lazymerge.files.size import format_size
 from lazymerge.report import MergeReport, Progress
 
 ROOT = Path(__file__).parents[1]
@@ -178,7 +179,7 @@ def test_the_report_is_on_stdout_and_the_progress_on_stderr(
     assert all(torch.equal(merged[name], tensor) for name, tensor in truth.items())
     for text in [
         f"Merged fsdp, 1 rank, into {out}\n",
-        f"files     model.safetensors  {display.size((out / 'model.safetensors').stat().st_size)}\n",
+        f"files     model.safetensors  {format_size((out / 'model.safetensors').stat().st_size)}\n",
         "tensors   12: 12 float32 (480 kB)\n",
         "sidecars  config.json\n",
         f"Load it:\n  transformers.LlamaForCausalLM.from_pretrained({str(out)!r}, dtype='auto')\n",
@@ -339,7 +340,7 @@ def test_a_name_cannot_steer_the_terminal():
     ],
 )
 def test_sizes(nbytes: float, text: str):
-    assert display.size(nbytes) == text
+    assert format_size(nbytes) == text
 
 
 @pytest.mark.parametrize(

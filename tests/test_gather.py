@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lazymerge.boxes import Box, Piece
 from lazymerge.errors import IncompleteCheckpoint, InconsistentCheckpoint
 from lazymerge.files.dtype import DTYPES
 from lazymerge.files.region import Region, contiguous_strides
 from lazymerge.fill import equal, fill, windows
-from lazymerge.gather import Box, Constant, Gather, Piece, Shards, cat, check, of_region
+from lazymerge.gather import Constant, Gather, Shards, cat, of_region
+from lazymerge.tiling import check
 
 INT = DTYPES["int32"]
 

@@ -28,7 +28,7 @@ def strip_wrappers(checkpoint: Checkpoint) -> Checkpoint:
         if new in owners:
             raise InconsistentCheckpoint(
                 f"{owners[new]} and {old} are both {new} without the wrappers' prefixes",
-                "leave one of them out with --exclude",
+                "save the state dict again with one of them renamed or left out",
             )
         owners[new] = old
     if all(old == new for old, new in names.items()):

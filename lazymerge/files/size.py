@@ -25,3 +25,12 @@ def parse_size(size: int | str) -> int:
     if amount < 1:
         raise PlanError(f"{size!r} is less than one byte", "write it as 16GB, 512MiB or a number of bytes")
     return amount
+
+
+def format_size(nbytes: float) -> str:
+    """Bytes for people: "1.23 GB" is 1.23 x 10^9."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if nbytes < 999.5:
+            return f"{nbytes:.0f} {unit}" if unit == "bytes" else f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.3g} TB" if nbytes < 999.5 else f"{nbytes:,.0f} TB"

@@ -43,7 +43,7 @@ from lazymerge.files.zip_directory import (
     read_directory,
 )
 
-__all__ = ["Storage", "StoredTensor", "is_torch_file", "read_torch_file"]
+__all__ = ["Storage", "StoredTensor", "ZippedObject", "is_torch_file", "read_torch_file"]
 
 MAX_PICKLE = 1 << 30  # bytes; that of a model of a million tensors has 400 million
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
@@ -70,7 +70,7 @@ def read_torch_file(file: LocalFile, *, start: int = 0, size: int | None = None)
     with open_archive(file, start, size) as archive:
         head = archive.read(0, min(512, archive.size))
         if head.startswith(LOCAL_MAGIC):
-            return _read_zip(archive)
+            return ZippedObject(archive).load()
         if _is_legacy(head[:32]):
             return _read_legacy(archive)
         raise _another_kind(archive, head)
@@ -102,29 +102,46 @@ def _another_kind(archive: OpenArchive, head: bytes) -> LazymergeError:
 # ------------------------------------------------------------------------------ the two formats
 
 
-def _read_zip(archive: OpenArchive) -> Any:
+class ZippedObject:
+    """An archive of the zip format: its pickle, and where its storages are.
+
+    Raises what `read_torch_file` raises for a zip archive. To be used while the archive is open.
+    """
+
+    __slots__ = ("_archive", "_entries", "_stem", "pickled")
+
+    def __init__(self, archive: OpenArchive) -> None:
+        self._archive = archive
+        self._entries = _directory(archive)
+        self._stem = _stem(archive, self._entries)
+        _check_byte_order(archive, self._entries, self._stem)
+        entry = self._entries[f"{self._stem}data.pkl"]
+        if entry.size > MAX_PICKLE:
+            raise _too_large(archive, entry.size)
+        self.pickled = archive.read(data_offset(archive, entry), entry.size)
+
+    def locate(self, key: str) -> tuple[int, int]:
+        """Where the bytes of a storage start in the file, and how many there are."""
+        entry = self._entries.get(f"{self._stem}data/{key}")
+        if entry is None:
+            raise DamagedFile(f"{self._archive.name}: no record for storage {key[:100]!r}", _COPY_AGAIN)
+        return self._archive.start + data_offset(self._archive, entry), entry.size
+
+    def load(self) -> Any:
+        """The saved object, with its tensors not yet read."""
+        name = self._archive.name
+        reader = TensorReader(self._archive.file, name, self.locate)
+        return load(self.pickled, name=name, persistent_load=reader.storage, known=reader.known)[0]
+
+
+def _directory(archive: OpenArchive) -> dict[str, Entry]:
     try:
-        entries = read_directory(archive)
+        return read_directory(archive)
     except DamagedFile as error:
         least = _least_size(archive)
         if least is None or least <= archive.size:
             raise
         raise DamagedFile(f"{error.problem}; expected at least {least} bytes", error.hint) from None
-    stem = _stem(archive, entries)
-    _check_byte_order(archive, entries, stem)
-    pickled = entries[f"{stem}data.pkl"]
-    if pickled.size > MAX_PICKLE:
-        raise _too_large(archive, pickled.size)
-    data = archive.read(data_offset(archive, pickled), pickled.size)
-
-    def locate(key: str) -> tuple[int, int]:
-        entry = entries.get(f"{stem}data/{key}")
-        if entry is None:
-            raise DamagedFile(f"{archive.name}: no record for storage {key[:100]!r}", _COPY_AGAIN)
-        return archive.start + data_offset(archive, entry), entry.size
-
-    reader = TensorReader(archive.file, archive.name, locate)
-    return load(data, name=archive.name, persistent_load=reader.storage, known=reader.known)[0]
 
 
 def _stem(archive: OpenArchive, entries: dict[str, Entry]) -> str:

@@ -102,6 +102,11 @@ def open_archive(file: LocalFile, start: int = 0, size: int | None = None) -> It
         yield OpenArchive(file, fd, start, size)
 
 
+def is_zip(archive: OpenArchive) -> bool:
+    """Whether it starts with a record."""
+    return archive.size >= len(LOCAL_MAGIC) and archive.read(0, len(LOCAL_MAGIC)) == LOCAL_MAGIC
+
+
 def read_directory(archive: OpenArchive) -> dict[str, Entry]:
     """The records by name, in the order of the directory.
 

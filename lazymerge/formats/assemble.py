@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import TypeVar
 
+from lazymerge.boxes import Box, Piece, Shape
 from lazymerge.checkpoint import Copy
 from lazymerge.errors import InconsistentCheckpoint, UnsupportedCheckpoint
 from lazymerge.files.region import Region
 from lazymerge.formats.entries import Distributed, Entry, Plain, Sharded
 from lazymerge.formats.placement import Layout, Partial, Shard, box_of, cuts
-from lazymerge.gather import Box, Gather, Piece, Shape, Shards, of_region
+from lazymerge.gather import Gather, Shards, of_region
 
 T = TypeVar("T")
 
@@ -37,7 +38,8 @@ class Assembled:
 def assemble(name: str, entries: list[Ranked], fsdp_version: int | None) -> Assembled:
     """The tensor of that name; `entries` are in the order of the ranks.
 
-    `fsdp_version` decides the order of cuts where torch 2.4 and older did not record it. Raises
+    `fsdp_version` decides the order of cuts where torch 2.4 and older did not record it; without it such
+    tensors are refused. Raises
     `InconsistentCheckpoint` where ranks disagree on what the tensor is.
     """
     kinds = {type(entry) for _, entry in entries}
@@ -52,6 +54,27 @@ def assemble(name: str, entries: list[Ranked], fsdp_version: int | None) -> Asse
         spread = [(rank, entry) for rank, entry in entries if isinstance(entry, Distributed)]
         return _distributed(name, spread, fsdp_version)
     return _sharded(name, [(rank, entry) for rank, entry in entries if isinstance(entry, Sharded)])
+
+
+def settled_version(entries: Mapping[str, list[Ranked]]) -> int | None:
+    """The FSDP version that the shapes of a save by torch 2.4 or older give away; None if none does.
+
+    One tensor that can only have been cut in one order settles it for all of them. Raises
+    `InconsistentCheckpoint` where two tensors contradict each other.
+    """
+    settled: dict[int, str] = {}
+    for name, ranked in entries.items():
+        spread = [(rank, entry) for rank, entry in ranked if isinstance(entry, Distributed)]
+        if spread and _is_unordered(spread[0][1]):
+            ways = _fitting(spread)
+            if len(ways) == 1:
+                settled.setdefault(2 if ways[0].right_to_left else 1, name)
+    if len(settled) > 1:
+        raise InconsistentCheckpoint(
+            f"{settled[1]} was cut in the order of FSDP1 and {settled[2]} in that of FSDP2",
+            "the rank files do not belong together; check that they come from one save",
+        )
+    return next(iter(settled), None)
 
 
 def _plain(name: str, regions: list[tuple[int, Region]]) -> Assembled:
@@ -154,19 +177,26 @@ def _ordered(name: str, entries: list[tuple[int, Distributed]], fsdp_version: in
     else cuts left to right (2.4.1's fully_shard, _fsdp_param.py).
     """
     layout = entries[0][1].layout
-    if not entries[0][1].old or not layout.cut_twice or layout.strided:
+    if not _is_unordered(entries[0][1]):
         return layout
-    reverse = replace(layout, right_to_left=True)
     if fsdp_version is not None:
-        return reverse if fsdp_version == 2 else layout
-    fitting = [way for way in (layout, reverse) if all(_fits(entry, way) for _, entry in entries)]
-    if len(fitting) == 1:
-        return fitting[0]
+        return replace(layout, right_to_left=fsdp_version == 2)
     raise UnsupportedCheckpoint(
         f"{name}: written by torch 2.4 or older, which did not record the order in which"
         f" mesh dimensions cut it ({layout.placements} on {layout.mesh})",
         "say which FSDP wrote it with --fsdp-version 1 or 2 (verl records it in fsdp_config.json)",
     )
+
+
+def _is_unordered(entry: Distributed) -> bool:
+    return entry.old and entry.layout.cut_twice and not entry.layout.strided
+
+
+def _fitting(entries: list[tuple[int, Distributed]]) -> list[Layout]:
+    """The orders of cuts that all local shapes agree with."""
+    layout = entries[0][1].layout
+    ways = (layout, replace(layout, right_to_left=True))
+    return [way for way in ways if all(_fits(entry, way) for _, entry in entries)]
 
 
 def _fits(entry: Distributed, layout: Layout) -> bool:

@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from lazymerge.boxes import Box, Piece, Shape
 from lazymerge.errors import DamagedFile, UnsupportedCheckpoint
 from lazymerge.files.inert_pickle import Global, Record
 from lazymerge.files.region import Region
 from lazymerge.files.torch_file import StoredTensor
 from lazymerge.formats.mesh import Mesh, read_mesh
 from lazymerge.formats.placement import Layout, Partial, Placement, Replicate, Shard
-from lazymerge.gather import Box, Piece, Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class EntryReader:
         if kind is not None:
             raise UnsupportedCheckpoint(
                 f"{name} in {file} is a {kind}, which is no plain tensor, DTensor or ShardedTensor",
-                "leave it out with --exclude, or save the checkpoint with plain tensors",
+                "save the checkpoint with plain tensors, or without this one",
             )
         return None
 
@@ -143,6 +143,16 @@ class EntryReader:
         if None in boxes:
             raise _odd(file, name, "a ShardedTensor with damaged metadata")
         return Sharded(shape, tuple(pieces), self._once(frozenset(box for box in boxes if box is not None)))
+
+
+def local_tensor(value: object) -> StoredTensor | None:
+    """The tensor in a rank's file that an entry is made of, if it is made of exactly one."""
+    if isinstance(value, StoredTensor):
+        return value
+    if isinstance(value, Record) and _tensor_class(value) == "DTensor":
+        local = _state(value).get("_local_tensor")
+        return local if isinstance(local, StoredTensor) else None
+    return None
 
 
 def _tensor_class(record: Record) -> str | None:

@@ -13,10 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+from lazymerge.boxes import Shape
 from lazymerge.errors import DamagedFile, InconsistentCheckpoint
 from lazymerge.files.inert_pickle import Record
 from lazymerge.files.torch_file import StoredTensor
-from lazymerge.gather import Shape
 
 MAX_MESH = 1 << 20
 """Ranks of the largest mesh that is believed."""

@@ -19,7 +19,7 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-from lazymerge.gather import Box, Shape
+from lazymerge.boxes import Box, Shape
 
 Order = tuple[tuple[int, tuple[int, ...]], ...]
 """(tensor dimension, the mesh dimensions that cut it, in turn) pairs."""

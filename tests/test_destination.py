@@ -1,0 +1,377 @@
+"""The destination: what it has to be, what becomes of an earlier result, what an interruption leaves."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+
+import lazymerge
+from lazymerge.errors import InconsistentCheckpoint, OutputError, PlanError
+from tests.checks import assert_same_model, assert_well_formed, refused, tree
+
+Usage = namedtuple("Usage", "total used free")
+TRUTH = {f"layers.{i}.weight": torch.full((30, 20), float(i)) for i in range(6)}
+LARGE = {f"layers.{i}.weight": torch.full((300, 200), float(i)) for i in range(3)}  # copied by the kernel
+SHARD = {"max_shard_size": 2 * 30 * 20 * 4}  # two tensors in each of three files
+SHARDS = [f"model-{i:05}-of-00003.safetensors" for i in (1, 2, 3)]
+LARGE_SHARD = {"max_shard_size": 300 * 200 * 4}
+
+
+def source(folder: Path, state: dict[str, torch.Tensor]) -> Path:
+    folder.mkdir()
+    torch.save(state, folder / "pytorch_model.bin")
+    (folder / "config.json").write_text("{}")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates/tool.jinja").write_text("x")
+    return folder
+
+
+@pytest.fixture
+def src(tmp_path) -> Path:
+    return source(tmp_path / "src", TRUTH)
+
+
+@pytest.fixture
+def out(tmp_path) -> Path:
+    return tmp_path / "results" / "model"
+
+
+# ---- places ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["src/model", "src/a/b/model", "link/model"])
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_inside_of_the_source(src, tmp_path, place, overwrite):
+    (tmp_path / "link").symlink_to(src)
+    before = tree(src)
+    with refused(OutputError, str(tmp_path / place), "inside the source", dst=tmp_path / place):
+        lazymerge.merge(src, tmp_path / place, overwrite=overwrite)
+    assert tree(src) == before
+
+
+@pytest.mark.parametrize("name", ["", "pytorch_model.bin"])
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_a_source_is_not_overwritten(src, name, overwrite):
+    """Not that of a single file either: `overwrite` would remove it."""
+    with refused(OutputError, str(src), "holds the source", dst=src):
+        lazymerge.merge(src / name, src, overwrite=overwrite)
+
+
+def test_a_file(src, tmp_path):
+    (tmp_path / "out").write_text("x")
+    with refused(OutputError, str(tmp_path / "out"), "is a file", dst=tmp_path / "out"):
+        lazymerge.merge(src, tmp_path / "out", overwrite=True)
+
+
+def test_below_a_file(src, tmp_path):
+    (tmp_path / "file").write_text("x")
+    with refused(OutputError, str(tmp_path / "file/out"), dst=tmp_path / "file"):
+        lazymerge.merge(src, tmp_path / "file/out")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_folder_that_cannot_be_written(src, tmp_path):
+    (tmp_path / "out").mkdir(mode=0o555)
+    with refused(OutputError, str(tmp_path / "out"), "Permission denied", dst=tmp_path / "out"):
+        lazymerge.merge(src, tmp_path / "out")
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_folder_that_holds_something(src, out, dry_run):
+    out.mkdir(parents=True)
+    (out / "notes.txt").write_text("x")
+    with refused(OutputError, str(out), "notes.txt", "--overwrite", dst=out):
+        lazymerge.merge(src, out, dry_run=dry_run)
+
+
+def test_an_empty_folder_and_a_relative_one(src, tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path)
+    lazymerge.merge("src", "out")
+    lazymerge.merge("src", "other/out")
+    assert_same_model(tmp_path / "out", TRUTH)
+    assert_same_model(tmp_path / "other/out", TRUTH)
+
+
+def test_a_dry_run_writes_nothing_and_tells_all(src, out):
+    foretold = lazymerge.merge(src, out, dry_run=True, **SHARD)
+    assert not out.parent.exists()
+    report = lazymerge.merge(src, out, **SHARD)
+    sizes = {path.name: path.stat().st_size for path in out.glob("*.safetensors*")}
+    assert dict(foretold.files) == dict(report.files) == sizes
+    assert foretold.bytes_written == report.bytes_written == sum(sizes.values())
+
+
+# ---- an earlier result -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def earlier(out) -> Path:
+    """A folder with a model of seven shards, a second one as `.bin`, and files of somebody else."""
+    out.mkdir(parents=True)
+    for name in [f"model-{i:05}-of-00007.safetensors" for i in range(1, 8)]:
+        (out / name).write_bytes(b"old")
+    for name in ("model.safetensors", "pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"):
+        (out / name).write_bytes(b"old")
+    (out / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "old"}}))
+    for name in ("README.md", "config.json", "runs/events.log"):
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_text("old")
+    return out
+
+
+def test_an_earlier_result_is_not_touched_unasked(src, earlier):
+    with refused(OutputError, str(earlier), "not empty", "--overwrite", dst=earlier):
+        lazymerge.merge(src, earlier)
+
+
+@pytest.mark.parametrize("options", [{}, SHARD], ids=["one file", "three files"])
+def test_an_earlier_result_is_replaced(src, earlier, options):
+    lazymerge.merge(src, earlier, overwrite=True, **options)
+    assert_same_model(earlier, TRUTH)
+    assert not list(earlier.glob("*.bin*"))
+    assert (earlier / "README.md").read_text() == (earlier / "runs/events.log").read_text() == "old"
+    assert (earlier / "config.json").read_text() == "{}"
+
+
+def test_an_earlier_result_stays_until_the_new_one_is_there(src, earlier, disk_full):
+    before = tree(earlier)
+    disk_full(SHARDS[1])
+    with pytest.raises(OutputError):
+        lazymerge.merge(src, earlier, overwrite=True, **SHARD)
+    assert {name: content for name, content in tree(earlier).items() if ".lazymerge" not in name} == before
+
+
+def test_an_unfinished_overwrite_is_no_leave_to_overwrite(src, earlier, disk_full):
+    """The same command without `overwrite` would leave old shards beside the new ones."""
+    disk_full(SHARDS[1])
+    with pytest.raises(OutputError):
+        lazymerge.merge(src, earlier, overwrite=True, **SHARD)
+    disk_full(None)
+    with refused(OutputError, "not empty", "--overwrite", dst=earlier):
+        lazymerge.merge(src, earlier, **SHARD)
+    lazymerge.merge(src, earlier, overwrite=True, **SHARD)
+    assert_same_model(earlier, TRUTH)
+
+
+def test_a_folder_in_the_place_of_a_file(src, out):
+    (out / "config.json").mkdir(parents=True)
+    with pytest.raises(OutputError, match=r"config\.json"):
+        lazymerge.merge(src, out, overwrite=True)
+
+
+# ---- interruption ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def disk_full(monkeypatch):
+    """`disk_full(name)`: from now on nothing can be written into a file of that name (None: all can)."""
+    full: list[str | None] = [None]
+
+    def failing(real):
+        def write(fd, *args):
+            if full[0] is not None and full[0] in os.readlink(f"/proc/self/fd/{fd}"):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return real(fd, *args)
+
+        return write
+
+    real_copy = os.copy_file_range
+
+    def copy(source_fd, fd, *args):
+        return failing(lambda fd, *args: real_copy(source_fd, fd, *args))(fd, *args)
+
+    monkeypatch.setattr(os, "pwrite", failing(os.pwrite))
+    monkeypatch.setattr(os, "copy_file_range", copy)
+    return lambda name: full.__setitem__(0, name)
+
+
+@pytest.mark.parametrize(("state", "options"), [(TRUTH, SHARD), (LARGE, LARGE_SHARD)], ids=["small", "large"])
+def test_a_disk_that_is_full_half_way(tmp_path, out, disk_full, state, options):
+    """What is finished is kept, and not written again."""
+    src = source(tmp_path / "src", state)
+    disk_full(SHARDS[1])
+    with pytest.raises(OutputError) as caught:
+        lazymerge.merge(src, out, **options)
+    assert SHARDS[1] in caught.value.problem
+    assert "No space left" in caught.value.problem
+    assert "same command" in caught.value.hint
+    assert [path.name for path in out.iterdir()] == [".lazymerge"]
+    first = (out / ".lazymerge" / SHARDS[0]).stat()
+    disk_full(None)
+    report = lazymerge.merge(src, out, **options)
+    assert_same_model(out, state)
+    assert report.resumed == (SHARDS[0],)
+    after = (out / SHARDS[0]).stat()
+    assert (after.st_ino, after.st_mtime_ns) == (first.st_ino, first.st_mtime_ns)
+    assert (out / SHARDS[1]).stat().st_ino != first.st_ino
+
+
+def test_no_room_for_a_file(src, out, monkeypatch):
+    real = os.posix_fallocate
+
+    def full(fd, at, size):
+        if SHARDS[1] in os.readlink(f"/proc/self/fd/{fd}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(fd, at, size)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(OutputError, match=rf"{SHARDS[1]}.*No space left"):
+            lazymerge.merge(src, out, **SHARD)
+    assert lazymerge.merge(src, out, **SHARD).resumed == (SHARDS[0],)
+    assert_same_model(out, TRUTH)
+
+
+def test_an_interrupt_by_the_user(src, out):
+    def stop(progress):
+        if progress.file == SHARDS[1]:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        lazymerge.merge(src, out, on_progress=stop, max_workers=1, **SHARD)  # in the thread of the caller
+    assert [path.name for path in out.iterdir()] == [".lazymerge"]
+    assert lazymerge.merge(src, out, **SHARD).resumed == (SHARDS[0],)
+    assert_same_model(out, TRUTH)
+
+
+@pytest.mark.parametrize("renamed", range(6))
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_a_failure_among_the_last_steps(src, out, monkeypatch, renamed, overwrite):
+    """Two sidecars, three shards and the index are renamed: the index last."""
+    if overwrite:
+        out.mkdir(parents=True)
+        (out / "model-00001-of-00007.safetensors").write_bytes(b"old")
+    real, count = os.replace, iter(range(100))
+
+    def failing(old, new):
+        if next(count) == renamed:
+            raise OSError(errno.EIO, "Input/output error")
+        real(old, new)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", failing)
+        with pytest.raises(OutputError, match="Input/output error"):
+            lazymerge.merge(src, out, overwrite=overwrite, **SHARD)
+    assert not list(out.glob("*.index.json"))
+    report = lazymerge.merge(src, out, overwrite=overwrite, **SHARD)
+    assert report.resumed == tuple(SHARDS)
+    assert_same_model(out, TRUTH)
+
+
+@pytest.mark.parametrize("renamed", range(3))
+def test_the_only_weight_file_comes_last(src, out, monkeypatch, renamed):
+    real, count = os.replace, iter(range(100))
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            os, "replace", lambda old, new: real(old, new) if next(count) < renamed else os.stat("")
+        )
+        with pytest.raises(OutputError):
+            lazymerge.merge(src, out)
+    assert not (out / "model.safetensors").exists()
+    lazymerge.merge(src, out)
+    assert_same_model(out, TRUTH)
+
+
+@pytest.mark.parametrize("renamed", [0, 4])
+def test_another_merge_into_what_is_half_published(src, out, monkeypatch, renamed):
+    """Nothing of the first result may stay beside the second."""
+    real, count = os.replace, iter(range(100))
+    failing = lambda old, new: real(old, new) if next(count) < renamed else os.stat("/no/such/file")  # noqa: E731
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", failing)
+        with pytest.raises(OutputError):
+            lazymerge.merge(src, out, **SHARD)
+    if renamed:
+        with refused(OutputError, "not empty", dst=out):
+            lazymerge.merge(src, out, dtype="bfloat16")
+    lazymerge.merge(src, out, dtype="bfloat16", overwrite=bool(renamed))
+    assert_same_model(out, {name: tensor.bfloat16() for name, tensor in TRUTH.items()})
+
+
+@pytest.mark.parametrize("change", ["time", "size", "content"])
+def test_a_source_that_changed_in_between(src, out, disk_full, change):
+    disk_full(SHARDS[1])
+    with pytest.raises(OutputError):
+        lazymerge.merge(src, out, **SHARD)
+    disk_full(None)
+    file = src / "pytorch_model.bin"
+    before = tree(out)
+    if change == "time":
+        os.utime(file, ns=(0, file.stat().st_mtime_ns + 1))
+    else:
+        torch.save({**TRUTH, **({"x": 1} if change == "size" else {})}, file)
+    with pytest.raises(InconsistentCheckpoint) as caught:
+        lazymerge.merge(src, out, **SHARD)
+    assert str(file) in caught.value.problem
+    assert str(out / ".lazymerge") in caught.value.hint
+    assert tree(out) == before
+    shutil.rmtree(out / ".lazymerge")
+    lazymerge.merge(src, out, **SHARD)
+    assert_same_model(out, TRUTH)
+
+
+@pytest.mark.parametrize(
+    "options", [{"dtype": "float16", **SHARD}, {}, {"exclude": ["*.3.*"], **SHARD}], ids=str
+)
+def test_other_options_start_again(src, out, disk_full, options):
+    disk_full(SHARDS[1])
+    with pytest.raises(OutputError):
+        lazymerge.merge(src, out, **SHARD)
+    disk_full(None)
+    assert lazymerge.merge(src, out, **options).resumed == ()
+    assert len(assert_well_formed(out)) == 6 - len(options.get("exclude", ()))
+
+
+# ---- others, and too little room ---------------------------------------------------------------------------
+
+
+def test_another_merge_is_writing_here(src, out):
+    (out / ".lazymerge").mkdir(parents=True)
+    lock = os.open(out / ".lazymerge/lock", os.O_RDWR | os.O_CREAT)
+    os.write(lock, b"4711")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    with refused(OutputError, str(out), "another merge", "4711", dst=out):
+        lazymerge.merge(src, out)
+    os.close(lock)
+    lazymerge.merge(src, out)
+    assert_same_model(out, TRUTH)
+
+
+@pytest.mark.parametrize("existing", [True, False])
+def test_a_disk_that_is_too_small(src, out, monkeypatch, existing):
+    if existing:
+        out.mkdir(parents=True)
+    size = lazymerge.merge(src, out, dry_run=True, **SHARD).bytes_written
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: Usage(10**6, 0, 12_345))
+        with pytest.raises(OutputError) as caught:
+            lazymerge.merge(src, out, **SHARD)
+    assert "12,345" in caught.value.problem
+    needed = int(caught.value.problem.partition("takes ")[2].split()[0].replace(",", ""))
+    assert size <= needed <= size + 4096
+    assert tree(out) == ({} if existing else None)
+    assert out.parent.exists() == existing
+    lazymerge.merge(src, out, **SHARD)
+    assert_same_model(out, TRUTH)
+
+
+def test_a_cast_that_overflows_leaves_nothing_that_loads(tmp_path, out):
+    state = {"fine": torch.ones(2), "too.large": torch.tensor([1.0, 70000.0, torch.inf])}
+    src = source(tmp_path / "src", state)
+    with pytest.raises(PlanError) as caught:
+        lazymerge.merge(src, out, dtype="float16")
+    assert "too.large" in caught.value.problem
+    assert "70000" in caught.value.problem
+    assert "bfloat16" in caught.value.hint
+    assert [path.name for path in out.iterdir()] in ([], [".lazymerge"])
+    lazymerge.merge(src, out, dtype="bfloat16")
+    assert_same_model(out, {name: tensor.bfloat16() for name, tensor in state.items()})

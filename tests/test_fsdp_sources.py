@@ -1,0 +1,239 @@
+"""Finding the files: levels of folders, folders taken together, missing ranks, several sets of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import lazymerge
+from lazymerge.errors import AmbiguousCheckpoint, IncompleteCheckpoint, NotACheckpoint
+from tests.checks import assert_same_model, refused, tied_away
+from tests.makers.layout import Made, copy_of, rank_file, renamed
+from tests.makers.ranks import run_ranks
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """A destination that does not exist, nor does the folder around it."""
+    return tmp_path / "results" / "model"
+
+
+@pytest.fixture
+def four(checkpoint, tmp_path) -> Made:
+    """Four ranks, each with a quarter."""
+    return copy_of(checkpoint("fsdp2-llama"), tmp_path / "run")
+
+
+# ---- where the files are -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["run", "step", "component", "relative"])
+def test_any_level_of_a_run(checkpoint, tmp_path, monkeypatch, level):
+    made = checkpoint("fsdp2-llama")
+    monkeypatch.chdir(made.leaf.parent)
+    src = {"run": made.root, "step": made.leaf.parent, "component": made.leaf, "relative": "actor"}[level]
+    report = lazymerge.merge(src, tmp_path / "out")
+    assert_same_model(tmp_path / "out", made.truth)
+    assert "tokenizer.json" in report.sidecars
+
+
+@pytest.mark.parametrize("level", ["run", "step"])
+def test_actor_and_critic_of_a_step(checkpoint, tmp_path, level):
+    actor, critic = checkpoint("fsdp2-llama"), checkpoint("fsdp2-value")
+    both = copy_of(actor, tmp_path / "run")
+    shutil.copytree(critic.leaf, both.leaf.parent / "critic")
+    src = both.root if level == "run" else both.leaf.parent
+    lazymerge.merge(src, tmp_path / "actor")
+    lazymerge.merge(src, tmp_path / "critic", component="critic")
+    assert_same_model(tmp_path / "actor", actor.truth)
+    assert_same_model(tmp_path / "critic", critic.truth)
+
+
+def test_a_critic_is_not_taken_for_an_actor(checkpoint, tmp_path):
+    made = checkpoint("fsdp2-value")
+    with refused(NotACheckpoint, "critic", "no actor", "--component critic", dst=tmp_path / "out"):
+        lazymerge.merge(made.root, tmp_path / "out")
+
+
+@pytest.mark.parametrize("pattern", ["rank_{rank}.pt", "pytorch_model_fsdp_0_rank{rank}.bin"])
+@pytest.mark.parametrize("with_config", [True, False])
+@pytest.mark.parametrize("name", ["fsdp2-twelve", "sharded-tensor-uneven"])
+def test_other_names_of_rank_files(checkpoint, tmp_path, pattern, with_config, name):
+    made = checkpoint(name)
+    folder = renamed(made, tmp_path / "ranks", pattern)
+    if with_config:
+        config = {"FSDP_version": made.fsdp_version, "world_size": made.world_size}
+        (folder / "fsdp_config.json").write_text(json.dumps(config))
+    lazymerge.merge(folder, tmp_path / "out")
+    assert_same_model(tmp_path / "out", made.truth)
+
+
+@pytest.mark.parametrize("turned", [True, False])
+@pytest.mark.parametrize("name", ["fsdp2-twelve", "sharded-tensor", "fsdp2-tp-rows", "fsdp2-gpt2"])
+def test_ranks_that_stayed_on_their_nodes(checkpoint, tmp_path, name, turned):
+    made = checkpoint(name)
+    nodes = [tmp_path / "node0", tmp_path / "node1"]
+    for at, node in enumerate(nodes):
+        node.mkdir()
+        for rank in range(at, made.world_size, 2):
+            shutil.copy(made.rank_file(rank), node)
+    shutil.copytree(made.sidecars, nodes[0] / "huggingface")
+    lazymerge.merge(nodes[::-1] if turned else nodes, tmp_path / "out")
+    assert_same_model(tmp_path / "out", made.truth, tied=tied_away(made))
+    assert (tmp_path / "out/config.json").exists()
+
+
+# ---- few ranks of a large world ----------------------------------------------------------------------------
+
+
+def save_part_of_64(rank: int, leaf: Path, first: int) -> None:
+    """In a rank of a small world: the file of rank `first + rank` of 64, made with a fake group."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=first + rank, world_size=64, store=FakeStore())
+    mesh = init_device_mesh("cpu", (64,), mesh_dim_names=("fsdp",))
+    shape = {"run_check": False, "shape": torch.Size([128, 3]), "stride": (3, 1)}
+    state = {
+        f"layer.{i}": DTensor.from_local(torch.ones(2, 3), mesh, (Shard(0),), **shape) for i in range(40)
+    }
+    torch.save(state, rank_file(leaf, 64, first + rank))
+
+
+def test_one_node_of_eight(tmp_path, out):
+    leaf = tmp_path / "node6"
+    leaf.mkdir()
+    run_ranks(save_part_of_64, 8, leaf, 48)
+    started = time.monotonic()
+    words = ("8 of 64", "48-55", "0-47, 56-63 are missing", "other nodes", "all folders together")
+    with refused(IncompleteCheckpoint, *words, dst=out):
+        lazymerge.merge(leaf, out)
+    assert time.monotonic() - started < 2
+    assert not out.parent.exists()
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_one_rank_lost(four, out, rank):
+    four.rank_file(rank).unlink()
+    with refused(IncompleteCheckpoint, "3 of 4", f"{rank} are missing", dst=out):
+        lazymerge.merge(four.root, out)
+
+
+def test_a_rank_given_twice(four, tmp_path, out):
+    again = tmp_path / "again"
+    again.mkdir()
+    shutil.copy(four.rank_file(1), again)
+    with refused(AmbiguousCheckpoint, "rank 1", str(again), str(four.leaf), dst=out):
+        lazymerge.merge([four.leaf, again], out)
+
+
+def test_several_sources_have_to_be_rank_files(four, tmp_path, out):
+    """A full state dict beside them would be left out without a word."""
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    torch.save({"x": torch.ones(2)}, whole / "pytorch_model.bin")
+    for sources in ([four.leaf, whole], [whole, four.leaf], [four.leaf, whole / "pytorch_model.bin"]):
+        with refused(AmbiguousCheckpoint, "pytorch_model.bin", dst=out):
+            lazymerge.merge(sources, out)
+
+
+# ---- more than one answer ----------------------------------------------------------------------------------
+
+OPENED: list[str] = []
+WATCHING: list[bool] = []
+
+
+def watch(event: str, args: tuple[object, ...]) -> None:
+    if WATCHING and event == "open" and isinstance(args[0], str | bytes | os.PathLike):
+        OPENED.append(os.fsdecode(args[0]))
+
+
+sys.addaudithook(watch)
+
+
+@pytest.fixture
+def opened():
+    """The names of the files that are opened from now on."""
+    OPENED.clear()
+    WATCHING.append(True)
+    yield OPENED
+    WATCHING.clear()
+
+
+@pytest.fixture
+def two_worlds(four) -> Made:
+    """Four ranks complete, three of eight, and optimizer files of a gigabyte that say nothing."""
+    (four.leaf / "fsdp_config.json").unlink()
+    for rank in (0, 1, 5):
+        shutil.copy(four.rank_file(0), rank_file(four.leaf, 8, rank))
+    for rank in range(4):
+        with open(four.rank_file(rank, "optim"), "wb") as file:
+            file.truncate(10**9)
+    return four
+
+
+@pytest.mark.parametrize("level", ["root", "step", "leaf"])
+def test_the_complete_set_is_taken(two_worlds, out, opened, level):
+    made = two_worlds
+    report = lazymerge.merge({"root": made.root, "step": made.leaf.parent, "leaf": made.leaf}[level], out)
+    WATCHING.clear()
+    assert_same_model(out, made.truth)
+    (note,) = report.warnings
+    assert "model_world_size_8_rank_{R}.pt (3 of 8 ranks)" in note.text
+    assert any(path.endswith("model_world_size_4_rank_3.pt") for path in opened)
+    assert [path for path in opened if "optim" in path or "extra" in path or "size_8" in path] == []
+
+
+@pytest.mark.parametrize("complete", ["both", "neither"])
+def test_no_set_or_two_are_complete(two_worlds, out, complete):
+    if complete == "both":
+        for rank in range(8):
+            shutil.copy(two_worlds.rank_file(0), rank_file(two_worlds.leaf, 8, rank))
+    else:
+        two_worlds.rank_file(2).unlink()
+    with refused(AmbiguousCheckpoint, "size_4", "size_8", "--world-size", dst=out):
+        lazymerge.merge(two_worlds.root, out)
+
+
+def test_a_set_is_chosen_by_its_size(two_worlds, out):
+    for rank in range(8):
+        shutil.copy(two_worlds.rank_file(0), rank_file(two_worlds.leaf, 8, rank))
+    lazymerge.merge(two_worlds.root, out, world_size=4)
+    assert_same_model(out, two_worlds.truth)
+
+
+def test_no_set_has_that_size(two_worlds, tmp_path, out):
+    with refused(IncompleteCheckpoint, "16", dst=out):
+        lazymerge.merge(two_worlds.root, out, world_size=16)
+
+
+def test_two_full_state_dicts(tmp_path, out):
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in ("pytorch_model.bin", "model.pt"):
+        torch.save({"x": torch.ones(2)}, run / name)
+    with refused(AmbiguousCheckpoint, "pytorch_model.bin", "model.pt", dst=out):
+        lazymerge.merge(run, out)
+
+
+def test_two_state_dicts_in_a_file(tmp_path, out):
+    torch.save({"model": {"x": torch.ones(2)}, "state_dict": {"x": torch.ones(2)}}, tmp_path / "model.pt")
+    with refused(AmbiguousCheckpoint, "model.pt", "model and state_dict", dst=out):
+        lazymerge.merge(tmp_path / "model.pt", out)
+
+
+def test_steps_without_a_pointer(four, out):
+    shutil.copytree(four.leaf.parent, four.root / "global_step_9")
+    (four.root / "latest_checkpointed_iteration.txt").unlink()
+    with refused(AmbiguousCheckpoint, "7, 9", "latest_checkpointed_iteration.txt", "global_step_9", dst=out):
+        lazymerge.merge(four.root, out)
