@@ -25,6 +25,9 @@ DEFAULT = 2 * 10**9
 """Bytes that a merge may take where nobody says otherwise and half the free memory is more."""
 
 LARGEST_BLOCK = 8 << 20
+LARGEST_COMPUTED_BLOCK = 1 << 20
+"""Where something is computed: larger blocks leave the processor's cache and are no faster."""
+
 SMALLEST_BLOCK = 256 << 10
 SLACK = 12 << 20
 """Bytes for what the interpreter allocates while it works: descriptors, pieces, threads."""
@@ -51,7 +54,7 @@ def spend(max_ram: int | None, workers: int, tensors: Iterable[PlannedTensor]) -
     computed = [tensor for tensor in tensors if tensor.computed]
     base = resident() + SLACK
     for count in range(workers, 0, -1):
-        block = LARGEST_BLOCK
+        block = LARGEST_COMPUTED_BLOCK if computed else LARGEST_BLOCK
         while block >= SMALLEST_BLOCK:
             peak = base + count * _per_worker(block, computed)
             if peak <= budget:

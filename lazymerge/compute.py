@@ -218,7 +218,7 @@ class Computed:
         blocks = [read(operand, box) for operand, box in zip(self.operands, needed, strict=True)]
         args = [blocks[arg.index] if isinstance(arg, Operand) else arg for arg in self.args]
         result = OPERATORS[self.op](*args, **self.kwargs)
-        if self.checked is not None and bool(torch.isinf(result).any()):
+        if self.checked is not None and not _finite(result):
             self._refuse_overflow(blocks[0], result)
         return result
 
@@ -230,6 +230,11 @@ class Computed:
                 f" do not fit {self.dtype}",
                 "choose --dtype bfloat16, or keep the dtype",
             )
+
+
+def _finite(values: torch.Tensor) -> bool:
+    """Whether all are finite: one pass, where `isinf(...).any()` takes ten times as long."""
+    return not values.numel() or bool(torch.isfinite(torch.stack(torch.aminmax(values))).all())
 
 
 def _held(operand: Gather, nbytes: int) -> int:

@@ -190,6 +190,28 @@ def test_the_order_of_cuts_is_asked_for(tmp_path, over_tp, rows):
         lazymerge.merge(made.root, tmp_path / "out")
 
 
+@pytest.mark.parametrize("over_tp", [True, False])
+def test_one_tensor_settles_the_order_for_all(tmp_path, over_tp):
+    """Eight rows fit both orders, six only one: they come from one save."""
+    order = {0: (1, 0)} if over_tp else {}
+    entries = {f"x{rows}": Placed(real(rows, 3), BOTH_ROWS, order=order) for rows in (8, 6)}
+    made = dtensors(tmp_path / "new", (("dp", 2), ("tp", 2)), entries, fsdp_version=0)
+    made = old_checkpoint(made, tmp_path / "old", "2.4")
+    lazymerge.merge(made.root, tmp_path / "out")
+    assert_same_model(tmp_path / "out", made.truth)
+
+
+def test_tensors_that_settle_it_differently_are_refused(tmp_path):
+    entries = {
+        "x": Placed(real(6, 3), BOTH_ROWS, order={0: (1, 0)}),
+        "y": Placed(real(6, 3), BOTH_ROWS),
+    }
+    made = dtensors(tmp_path / "new", (("dp", 2), ("tp", 2)), entries, fsdp_version=0)
+    made = old_checkpoint(made, tmp_path / "old", "2.4")
+    with refused(InconsistentCheckpoint, "y was cut", "x in that of FSDP2", dst=tmp_path / "out"):
+        lazymerge.merge(made.root, tmp_path / "out")
+
+
 def test_a_version_of_fsdp_that_the_shapes_contradict(tmp_path):
     made = torch_2_4(tmp_path, 6, over_tp=True, fsdp_version=0)
     with refused(InconsistentCheckpoint, "x: rank 1", "(2, 3)", "(1, 3)", dst=tmp_path / "out"):

@@ -237,3 +237,10 @@ def test_steps_without_a_pointer(four, out):
     (four.root / "latest_checkpointed_iteration.txt").unlink()
     with refused(AmbiguousCheckpoint, "7, 9", "latest_checkpointed_iteration.txt", "global_step_9", dst=out):
         lazymerge.merge(four.root, out)
+
+
+def test_a_full_state_dict_beside_rank_files_is_named(four, out):
+    torch.save({"x": torch.ones(2)}, four.leaf / "pytorch_model.bin")
+    report = lazymerge.merge(four.root, out)
+    assert any("pytorch_model.bin beside it was left alone" in note.text for note in report.warnings)
+    assert_same_model(out, four.truth)

@@ -217,6 +217,19 @@ def test_a_sidecar_that_is_a_link(src, out, name):
         lazymerge.merge(src, out)
 
 
+def test_links_are_followed_where_the_user_points(src, out, tmp_path):
+    """In the cache of the Hugging Face hub every file of a snapshot is a link to a blob."""
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
+    blobs.mkdir()
+    snapshot.mkdir()
+    content = json.loads((src / "config.json").read_text()) | {"said_by": "the snapshot"}
+    (blobs / "abc").write_text(json.dumps(content))
+    (snapshot / "config.json").symlink_to("../blobs/abc")
+    lazymerge.merge(src, out, hf_config=snapshot)
+    assert (out / "config.json").read_bytes() == (blobs / "abc").read_bytes()
+    assert not (out / "config.json").is_symlink()
+
+
 @pytest.mark.parametrize("kind", ["folder", "pipe"])
 def test_a_sidecar_that_is_no_file(src, out, kind):
     (src / "config.json").unlink()
