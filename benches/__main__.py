@@ -43,11 +43,11 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := [name for name in options.names if name not in BENCHES]:
         parser.error(f"no bench {', '.join(unknown)}; there are {', '.join(BENCHES)}")
-    settings = Settings(
-        _places(options), 1 if options.quick else options.repeat, options.quick, options.verl, _tell
-    )
-    for place in settings.places:
-        place.folder.mkdir(parents=True, exist_ok=True)
+    disk, repeat = Place("disk", options.disk), 1 if options.quick else options.repeat
+    settings = Settings(_places(options, disk), disk, repeat, options.quick, options.verl, _tell)
+    folders = {place.folder for place in (*settings.places, disk)}
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)
     results = load()
     try:
         for name in options.names or BENCHES:
@@ -58,14 +58,14 @@ def main() -> None:
                 results[name] = rows
                 save(results)
     finally:
-        for place in settings.places:
-            remove(place.folder)
+        for folder in folders:
+            remove(folder)
     if not options.quick:
         write_page(results)
 
 
-def _places(options: argparse.Namespace) -> tuple[Place, ...]:
-    places = [Place("shm", options.shm), Place("disk", options.disk)]
+def _places(options: argparse.Namespace, disk: Place) -> tuple[Place, ...]:
+    places = [Place("shm", options.shm), disk]
     if can_drop_caches():
         places.append(Place("disk-cold", options.disk, cold=True))
     return tuple(place for place in places if not options.only or place.name in options.only)

@@ -24,9 +24,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to measure: where, how often, and whether small (a smoke test)."""
+    """How to measure: where, how often, and whether small (a smoke test).
+
+    `disk` is there whatever the places are: 8 GB twice are too much for memory.
+    """
 
     places: tuple[Place, ...]
+    disk: Place
     repeat: int
     quick: bool
     verl: str | None  # a Python that has verl
@@ -78,7 +82,7 @@ def merge(settings: Settings) -> list[Row]:
 def memory(settings: Settings) -> list[Row]:
     """Peak memory for checkpoints of 1, 4 and 8 GB and for one tensor of 2 GB , on disk."""
     rows = []
-    place = next((place for place in settings.places if place.name == "disk"), settings.places[-1])
+    place = settings.disk
     for recipe in map(settings.scaled, (GB1, GB4, GB8, SINGLE)):
         source = make(recipe, place.folder)
         rows += _measured(settings, place, recipe, source, [roads.merge(source)])
