@@ -15,8 +15,8 @@ and so is whatever the caller hands in as `known`. State that is built onto a pl
 the ``_metadata`` of a state dict, is dropped.
 
 The input may be hostile. Nothing here recurses into what it has built, values are hashed only where
-that is known to be cheap, whatever copies is paid for with the length of the data, and the memo is a
-dict: time and memory are linear in the length of the pickle. Whatever is wrong with it is a
+that is known to be cheap, whatever copies is paid for with the length of the data, and the memo is as
+long as what is stored in it: time and memory are linear in the length of the pickle. Whatever is wrong with it is a
 `DamagedFile`.
 """
 
@@ -57,7 +57,13 @@ def load(
     Raises `TruncatedPickle` if the data ends first and `DamagedFile` for anything else that is wrong.
     """
     data = bytes(data)
-    return _run(data, start, name, Builder(len(data), known or {}, persistent_load))
+    builder = Builder(len(data), known or {}, persistent_load)
+    try:
+        return _run(data, start, name, builder)
+    finally:
+        # Its globals hold it and it holds them: without this the data of every file would stay until
+        # the garbage collector came by.
+        builder.found.clear()
 
 
 def _run(
@@ -76,7 +82,9 @@ def _run(
     top: Any = _MARK
     stack: list[Any] = []
     marks: list[int] = []
-    memo: dict[int, Any] = {}
+    memo: list[Any] | dict[int, Any] = []  # a list while the entries are stored in order, as they are
+    stored = 0  # entries of that list
+    remember = memo.append
     new_record = Record.__new__
     pos = 0
     try:
@@ -97,7 +105,12 @@ def _run(
                 op = code[pos]
                 pos += 1
                 if op == 0x72:  # LONG_BINPUT
-                    memo[words[pos & 3][pos >> 2]] = top
+                    index = words[pos & 3][pos >> 2]
+                    if index == stored:
+                        remember(top)
+                        stored += 1
+                    else:
+                        memo, stored = _sparse(memo, index, top)
                     pos += 4
                 elif op == 0x68:  # BINGET
                     stack.append(top)
@@ -111,7 +124,11 @@ def _run(
                     if op == 0x86:  # TUPLE2
                         top = (stack.pop(), top)
                     elif op == 0x94:  # MEMOIZE
-                        memo[len(memo)] = top
+                        if stored >= 0:
+                            remember(top)
+                            stored += 1
+                        else:
+                            memo, stored = _sparse(memo, len(memo), top)
                     elif op == 0x85:  # TUPLE1
                         top = (top,)
                     elif op == 0x7D:  # EMPTY_DICT
@@ -236,7 +253,12 @@ def _run(
                     top = memo[words[pos & 3][pos >> 2]]
                     pos += 4
                 elif op == 0x71:  # BINPUT
-                    memo[code[pos]] = top
+                    index = code[pos]
+                    if index == stored:
+                        remember(top)
+                        stored += 1
+                    else:
+                        memo, stored = _sparse(memo, index, top)
                     pos += 1
                 elif op == 0x51:  # BINPERSID
                     if top is _MARK:
@@ -278,7 +300,7 @@ def _run(
                     pos = end - base
                 elif op == 0x70:  # PUT
                     digits, end = line(data, base + pos)
-                    memo[number(digits)] = top
+                    memo, stored = _sparse(memo, number(digits), top)
                     pos = end - base
                 elif op == 0x69:  # INST
                     values = _above(marks.pop(), stack, top)
@@ -321,6 +343,13 @@ def _run(
     if not found:
         raise TruncatedPickle(f"{name}: its pickle is cut off at byte {len(data)}", _HINT)
     raise DamagedFile(f"{name}: the pickle has {found} (at byte {base + pos})", _HINT)
+
+
+def _sparse(memo: list[Any] | dict[int, Any], index: int, value: object) -> tuple[dict[int, Any], int]:
+    """The memo as a dict, since its entries are not stored in order, and no length that they could go on from."""
+    entries = dict(enumerate(memo)) if isinstance(memo, list) else memo
+    entries[index] = value
+    return entries, -1
 
 
 class _Mark:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lazymerge.errors import DamagedFile, UnsupportedCheckpoint
@@ -110,18 +111,16 @@ class TensorReader:
         self.name = name
         self.locate = locate  # key -> where its bytes start in the file, and how many there are
         self.storages: dict[tuple[str, str], Storage] = {}
-        self.plain: dict[str, Meaning] = {
-            "torch._utils._rebuild_tensor": self.tensor,
-            "torch._utils._rebuild_tensor_v2": self.tensor,
-            "torch._utils._rebuild_tensor_v3": self.tensor_v3,
-            "torch._utils._rebuild_parameter": self.parameter,
-            "torch._utils._rebuild_parameter_with_state": self.parameter,
-            "torch_npu.utils.storage._rebuild_npu_tensor": self.tensor,  # and a memory format, gone on disk
-            "torch._utils._rebuild_device_tensor_from_cpu_tensor": self.device_tensor,
-        }
-        self.known: dict[str, object] = {
+
+    def known(self) -> dict[str, object]:
+        """What the names of torch stand for, for `load`.
+
+        Not kept here: methods that hold this object would keep each file's pickle until the garbage
+        collector came by.
+        """
+        return {
             **_DTYPE_NAMES,
-            **self.plain,
+            **{name: partial(build, self) for name, build in _PLAIN.items()},
             "torch.Size": self.size,
             "torch._tensor._rebuild_from_type": self.from_type,
             "torch._tensor._rebuild_from_type_v2": self.from_type,
@@ -185,9 +184,9 @@ class TensorReader:
 
     def from_type(self, args: tuple[Any, ...]) -> object:
         known = len(args) == 4 and type(args[0]) is Global and args[0].build is not None
-        rebuild = self.plain.get(str(args[0])) if known else None
+        rebuild = _PLAIN.get(str(args[0])) if known else None
         if rebuild is not None and type(args[2]) is tuple:
-            inner = rebuild(args[2])
+            inner = rebuild(self, args[2])
             if type(args[1]) is Global and str(args[1]) in _PLAIN_TYPES:
                 return inner
             args = (args[0], args[1], inner, args[3])
@@ -236,3 +235,15 @@ class TensorReader:
             f" {storage.nbytes} bytes",
             _COPY_AGAIN,
         )
+
+
+_PLAIN: dict[str, Callable[[TensorReader, tuple[Any, ...]], object]] = {
+    "torch._utils._rebuild_tensor": TensorReader.tensor,
+    "torch._utils._rebuild_tensor_v2": TensorReader.tensor,
+    "torch._utils._rebuild_tensor_v3": TensorReader.tensor_v3,
+    "torch._utils._rebuild_parameter": TensorReader.parameter,
+    "torch._utils._rebuild_parameter_with_state": TensorReader.parameter,
+    "torch_npu.utils.storage._rebuild_npu_tensor": TensorReader.tensor,  # and a memory format, gone on disk
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": TensorReader.device_tensor,
+}
+"""What rebuilds a plain tensor."""

@@ -131,7 +131,7 @@ class ZippedObject:
         """The saved object, with its tensors not yet read."""
         name = self._archive.name
         reader = TensorReader(self._archive.file, name, self.locate)
-        return load(self.pickled, name=name, persistent_load=reader.storage, known=reader.known)[0]
+        return load(self.pickled, name=name, persistent_load=reader.storage, known=reader.known())[0]
 
 
 def _directory(archive: OpenArchive) -> dict[str, Entry]:
@@ -183,7 +183,7 @@ def _read_legacy(archive: OpenArchive) -> Any:
 
     reader = TensorReader(archive.file, archive.name, locate)
     return load(
-        data, name=archive.name, start=positions[0], persistent_load=reader.storage, known=reader.known
+        data, name=archive.name, start=positions[0], persistent_load=reader.storage, known=reader.known()
     )[0]
 
 
