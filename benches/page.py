@@ -71,7 +71,9 @@ def write_page(results: Results) -> None:
     text = PAGE.read_text()
     before, _, rest = text.partition(BEGIN)
     after = rest.partition(END)[2]
-    parts = [BEGIN, "", f"Measured on {machine()}.", "", targets(results)]
+    counts = sorted({len(row.runs) for rows in results.values() for row in rows})
+    runs = " or ".join(map(str, counts))
+    parts = [BEGIN, "", f"Measured on {machine()}; {runs} runs of each.", "", targets(results)]
     for name, rows in results.items():
         parts += ["", f"## {name}", "", table(rows)]
     PAGE.write_text(before + "\n".join(parts) + "\n\n" + END + after)

@@ -27,7 +27,7 @@ from lazymerge.gather import of_region
 from lazymerge.output import Destination, check_destination, claim
 from lazymerge.plan import BIN, SAFETENSORS, Plan, make_plan
 from lazymerge.report import MergeReport, Meter, OnProgress, make_report
-from lazymerge.sidecars import Sidecars, config_dtype, find_sidecars
+from lazymerge.sidecars import CONFIG, Sidecars, config_dtype, find_sidecars, with_dtype
 
 Pathlike = str | os.PathLike[str]
 Sources = Pathlike | Sequence[Pathlike]
@@ -50,7 +50,12 @@ def open(  # noqa: A001 - `lazymerge.open` is what it does
     if hf_config is not None and not Path(hf_config).is_dir():
         raise SourceError(f"{hf_config}: no such folder", "give --hf-config a folder that holds config.json")
     options = OpenOptions(component, fsdp_version, world_size, Path(hf_config) if hf_config else None)
-    return strip_wrappers(open_checkpoint(_paths(src), options))
+    try:
+        return strip_wrappers(open_checkpoint(_paths(src), options))
+    except OSError as error:  # a folder below the one that was given, a file that went away
+        raise SourceError(
+            f"{error.filename or src}: {error.strerror}", "check the path and its permissions"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +83,7 @@ def merge(
     src: Sources,
     dst: Pathlike,
     *,
-    max_ram: int | str | None = None,
+    max_ram: float | str | None = None,
     dtype: str | None = None,
     max_shard_size: int | str = "5GB",
     output_format: str = SAFETENSORS,
@@ -124,6 +129,8 @@ def merge(
     log.debug("opened %r", checkpoint)
     prepared = prepare(checkpoint, options, Path(hf_config) if hf_config else None)
     budget = default_budget() if wanted is None else wanted
+    if max_workers is not None and max_workers < 1:
+        raise PlanError(f"--max-workers {max_workers}", "give 1 or more")
     spending = spend(budget, max_workers or min(4, os.cpu_count() or 1), prepared.plan.tensors)
     log.debug("planned %s", _described(prepared.plan, spending))
     if dry_run:
@@ -146,9 +153,12 @@ def prepare(checkpoint: Checkpoint, options: Options, hf_config: Path | None) ->
         raise PlanError(f"--output-format {options.output_format!r}", f"choose {SAFETENSORS} or {BIN}")
     dtype = None if options.dtype is None else parse_dtype(options.dtype)
     shard_size = parse_size(options.max_shard_size)
-    checkpoint = select(checkpoint, options.include, options.exclude)
-    sidecars = find_sidecars(checkpoint.sidecars, linked=hf_config)
+    try:
+        sidecars = find_sidecars(checkpoint.sidecars, linked=hf_config)
+    except OSError as error:
+        raise SourceError(f"{error.filename}: {error.strerror}", "check its permissions") from error
     checkpoint = tie(checkpoint, sidecars.config)
+    checkpoint = select(checkpoint, options.include, options.exclude)
     named = config_dtype(sidecars.config)
     if dtype is not None:
         checkpoint = cast_to(checkpoint, dtype)
@@ -220,9 +230,14 @@ def _write(prepared: _Prepared, destination: Destination, spending: Spending, me
             )
             meter.tell("finish", meter.done, total, file.name)
         log.debug("finished %s", file.name)
+    for source in prepared.checkpoint.files:
+        source.check_unchanged()
     names = list(sidecars.files)
-    for name in names:
-        destination.write(name, sidecars.content(name, prepared.dtype))
+    for name, path in sidecars.files.items():
+        if name == CONFIG and prepared.dtype:
+            destination.write(name, with_dtype(sidecars.raw(name), prepared.dtype))
+        else:
+            destination.copy(name, path)
     names += [file.name for file in plan.files]
     if plan.index_name and plan.index is not None:
         destination.write(plan.index_name, plan.index)
@@ -271,6 +286,7 @@ def _report(
 
 
 def _paths(src: Sources) -> list[Path]:
-    if isinstance(src, str | os.PathLike):
-        return [Path(src)]
-    return [Path(path) for path in src]
+    paths = [Path(src)] if isinstance(src, str | os.PathLike) else [Path(path) for path in src]
+    if not paths:
+        raise PlanError("no source was given", "give the folder of a checkpoint")
+    return paths

@@ -24,7 +24,7 @@ from lazymerge.plan import PlannedTensor
 DEFAULT = 2 * 10**9
 """Bytes that a merge may take where nobody says otherwise and half the free memory is more."""
 
-LARGEST_BLOCK = 8 << 20
+LARGEST_BLOCK = 4 << 20
 LARGEST_COMPUTED_BLOCK = 1 << 20
 """Where something is computed: larger blocks leave the processor's cache and are no faster."""
 
@@ -51,16 +51,18 @@ def spend(max_ram: int | None, workers: int, tensors: Iterable[PlannedTensor]) -
     Raises `BudgetError` with the least that works if even one worker with the smallest block does not fit.
     """
     budget = default_budget() if max_ram is None else max_ram
+    tensors = list(tensors)
     computed = [tensor for tensor in tensors if tensor.computed]
+    filled = max((tensor.buffered for tensor in tensors), default=0)
     base = resident() + SLACK
     for count in range(workers, 0, -1):
         block = LARGEST_COMPUTED_BLOCK if computed else LARGEST_BLOCK
         while block >= SMALLEST_BLOCK:
-            peak = base + count * _per_worker(block, computed)
+            peak = base + count * _per_worker(min(block, filled), computed)
             if peak <= budget:
                 return Spending(count, block, peak)
             block //= 2
-    least = base + _per_worker(SMALLEST_BLOCK, computed)
+    least = base + _per_worker(min(SMALLEST_BLOCK, filled), computed)
     culprit = ""
     if computed:
         costliest = max(computed, key=lambda tensor: _extra(tensor, SMALLEST_BLOCK))
@@ -78,7 +80,7 @@ def _per_worker(block: int, computed: Iterable[PlannedTensor]) -> int:
 
 def _extra(tensor: PlannedTensor, block: int) -> int:
     """Bytes beyond its block that computing a tensor takes."""
-    size = tensor.nbytes if any(source.whole for source in tensor.computed) else min(block, tensor.nbytes)
+    size = min(tensor.block(block), tensor.nbytes)
     needed = max(source.working_set(min(size, source.size)) for source in tensor.computed)
     return needed + max(0, size - block)
 
@@ -96,6 +98,14 @@ def available() -> int:
 def resident() -> int:
     """Bytes of this process that are in memory now, mapped pages included."""
     return int(psutil.Process().memory_info().rss)
+
+
+def high_water() -> int:
+    """The most bytes of this process that were ever in memory (0 where the system does not say)."""
+    for line in _read(Path("/proc/self/status")).splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0
 
 
 def _limits() -> Iterator[int]:

@@ -17,25 +17,26 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from lazymerge.boxes import Box, Piece, Shape
+from lazymerge.boxes import Box, Shape
 from lazymerge.errors import PlanError
 from lazymerge.files.dtype import DTYPES, DType
 from lazymerge.files.region import Region, contiguous_strides
 from lazymerge.fill import fill, windows
-from lazymerge.gather import Computation, Constant, Gather, Shards, computations, of_region
+from lazymerge.gather import Computation, Gather, bytes_read, computations, of_region
 from lazymerge.reshape import boxes_of_run
 
 SCRATCH = 1 << 20
 """Bytes of scratch for reading the pieces of an operand."""
 
 _ROWS_BLOCK = 4 << 20
-"""Bytes of result that an operator by rows computes at a time, whatever the budget."""
+"""Bytes of result and first operand that an operator by rows holds at a time, whatever the budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,55 +46,40 @@ class Operand:
     index: int
 
 
-@dataclass(frozen=True, slots=True)
-class Operator:
-    """An operator that can be deferred: ATen's name for it, and whether a window needs only a window."""
-
-    name: str
-    by: Callable[[Computed], str]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        result = _aten(self.name)(*args, **kwargs)
-        assert isinstance(result, torch.Tensor)
-        return result
-
-
 @functools.cache
 def _aten(name: str) -> Any:
     packet, overload = name.split(".")
     return getattr(getattr(torch.ops.aten, packet), overload)
 
 
-def _elementwise(_: Computed) -> str:
-    return "elementwise"
+OPERATORS = {
+    "_to_copy.default": "elementwise",
+    "add.Tensor": "elementwise",
+    "sub.Tensor": "elementwise",
+    "mul.Tensor": "elementwise",
+    "div.Tensor": "elementwise",
+    "neg.default": "elementwise",
+    "rsub.Scalar": "elementwise",
+    "mm.default": "rows",
+    "bmm.default": "rows",
+    "mv.default": "rows",
+    "sum.dim_IntList": "reduced",  # by rows, unless the first dimension is reduced
+    "linalg_vector_norm.default": "reduced",
+    "sum.default": "whole",
+}
+"""What can be deferred, by ATen name, and how much of its operands a window needs."""
 
 
-def _rows(_: Computed) -> str:
-    return "rows"
-
-
-def _rows_unless_reduced(computed: Computed) -> str:
-    """By rows where the first dimension is not among those that are reduced."""
-    at = 2 if computed.op == "linalg_vector_norm.default" else 1
-    dims = computed.args[at] if len(computed.args) > at else computed.kwargs.get("dim")
-    rank = len(computed.operands[0].shape)
+def _goes_by(op: str, args: tuple[Any, ...], kwargs: dict[str, Any], operand: Shape, result: Shape) -> str:
+    """ "elementwise", "rows" or "whole"."""
+    if OPERATORS[op] != "reduced":
+        return OPERATORS[op]
+    at = 2 if op.startswith("linalg") else 1
+    dims = args[at] if len(args) > at else kwargs.get("dim")
     dims = [dims] if isinstance(dims, int) else dims
-    if not dims or 0 in [dim % rank for dim in dims] or not computed.shape:
+    if not dims or not result or 0 in [dim % len(operand) for dim in dims]:
         return "whole"
     return "rows"
-
-
-OPERATORS = {
-    name: Operator(name, by)
-    for by, names in {
-        _elementwise: "_to_copy.default add.Tensor sub.Tensor mul.Tensor div.Tensor neg.default rsub.Scalar",
-        _rows: "mm.default bmm.default mv.default",
-        _rows_unless_reduced: "sum.dim_IntList linalg_vector_norm.default",
-        (lambda _: "whole"): "sum.default",
-    }.items()
-    for name in names.split()
-}
-"""What can be deferred, by ATen name."""
 
 
 class Computed:
@@ -121,7 +107,7 @@ class Computed:
         self.shape = shape
         self.dtype = dtype
         self.checked = checked  # the tensor to name if a finite value overflows
-        self.by = OPERATORS[op].by(self)
+        self.by = _goes_by(op, args, kwargs, operands[0].shape, shape)
 
     @property
     def name(self) -> str:
@@ -137,7 +123,7 @@ class Computed:
 
     @property
     def reads(self) -> int:
-        return sum(_reads(operand) for operand in self.operands)
+        return sum(bytes_read(operand.pieces()) for operand in self.operands)
 
     def _inner(self) -> list[Computation]:
         return [source for operand in self.operands for source in computations(operand.pieces())]
@@ -156,23 +142,48 @@ class Computed:
                 min(operand.nbytes, math.ceil(share * operand.dtype.itemsize)) for operand in self.operands
             ]
         else:
-            row = max(1, self.size // max(1, self.shape[0]))
-            nbytes = max(row, _ROWS_BLOCK)
-            share = nbytes / row
+            rows = self._grain()
+            nbytes = rows * self._row()
             first = self.operands[0]
-            parts = [math.ceil(share * first.nbytes / max(1, first.shape[0]))]
-            parts += [self._share(operand, share) for operand in self.operands[1:]]
+            parts = [rows * first.nbytes // max(1, first.shape[0])]
+            parts += [self._share(operand, rows) for operand in self.operands[1:]]
         return nbytes + sum(_held(o, part) for o, part in zip(self.operands, parts, strict=True))
 
-    def _share(self, operand: Gather, rows: float) -> int:
+    @property
+    def step(self) -> int:
+        if self.by == "whole" or not self.shape:
+            return 0
+        return self._step_rows() * self._row()
+
+    def _step_rows(self) -> int:
+        """Rows of the result that are computed together; 0: any number."""
+        if self.by == "rows":
+            return self._grain()
+        inner = [source for source in self._inner() if isinstance(source, Computed) and source.shape]
+        return max((source._step_rows() for source in inner), default=0)
+
+    def _row(self) -> int:
+        """Bytes of a row of the result."""
+        return max(1, self.size // max(1, self.shape[0]))
+
+    def _grain(self) -> int:
+        """Rows that an operator by rows computes at a time: the same whatever the budget."""
+        first = self.operands[0]
+        together = self._row() + first.nbytes // max(1, first.shape[0])
+        return max(1, min(self.shape[0], _ROWS_BLOCK // together))
+
+    def _share(self, operand: Gather, rows: int) -> int:
         """Bytes of a further operand that `rows` rows of the result need."""
         if self.op.startswith("bmm"):
-            return math.ceil(rows * operand.nbytes / max(1, operand.shape[0]))
+            return rows * operand.nbytes // max(1, operand.shape[0])
         return operand.nbytes
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the result's bytes from `offset` on."""
         itemsize = self.dtype.itemsize
+        if self.op == "_to_copy.default" and offset % itemsize == 0 == len(buffer) % itemsize:
+            self._cast_into(offset // itemsize, buffer)
+            return
         first, last = offset // itemsize, -(-(offset + len(buffer)) // itemsize)
         done = -(offset % itemsize)
         for box in boxes_of_run(first, last - first, self.shape):
@@ -180,6 +191,19 @@ class Computed:
                 low, high = max(0, done), min(len(buffer), done + len(raw))
                 buffer[low:high] = raw[low - done : high - done]
                 done += len(raw)
+
+    def _cast_into(self, first: int, buffer: memoryview) -> None:
+        """Fill `buffer` with elements from `first` on, rounded straight into it."""
+        (operand,) = self.operands
+        target = torch.frombuffer(buffer, dtype=torch.uint8).view(torch_dtype(self.dtype))
+        done = 0
+        for box in boxes_of_run(first, target.numel(), self.shape):
+            part = target[done : done + box.numel]
+            block = _read_reusing(operand, box)
+            part.copy_(block.view(-1))
+            if self.checked is not None and not _finite(part):
+                self._refuse_overflow(block.view(-1), part)
+            done += box.numel
 
     def _blocks(self, box: Box) -> Iterator[memoryview]:
         """The bytes of a box that is one run, computed in as many steps as the operator wants."""
@@ -192,8 +216,7 @@ class Computed:
             yield from self._row_blocks(box)
 
     def _row_blocks(self, box: Box) -> Iterator[memoryview]:
-        row = max(1, self.size // self.shape[0])
-        grain = max(1, _ROWS_BLOCK // row)
+        grain = self._grain()
         first, last = box.start[0], box.start[0] + box.shape[0]
         for at in range(first - first % grain, last, grain):
             size = min(grain, self.shape[0] - at)
@@ -217,7 +240,11 @@ class Computed:
     def _evaluate(self, needed: list[Box]) -> torch.Tensor:
         blocks = [read(operand, box) for operand, box in zip(self.operands, needed, strict=True)]
         args = [blocks[arg.index] if isinstance(arg, Operand) else arg for arg in self.args]
-        result = OPERATORS[self.op](*args, **self.kwargs)
+        result: torch.Tensor = _aten(self.op)(*args, **self.kwargs)
+        if result.dtype != torch_dtype(self.dtype):
+            raise PlanError(
+                f"{self.name}: gave {result.dtype}, expected {self.dtype}", "report it; the plan is wrong"
+            )
         if self.checked is not None and not _finite(result):
             self._refuse_overflow(blocks[0], result)
         return result
@@ -240,11 +267,6 @@ def _finite(values: torch.Tensor) -> bool:
 def _held(operand: Gather, nbytes: int) -> int:
     """Bytes in memory while `nbytes` of an operand are read: they, scratch, and what computes them."""
     return nbytes + min(SCRATCH, nbytes) + working_set(operand, nbytes)
-
-
-def _reads(operand: Gather) -> int:
-    computed = computations(operand.pieces())
-    return sum(source.reads for source in computed) if computed else operand.nbytes
 
 
 def working_set(gather: Gather, nbytes: int) -> int:
@@ -271,13 +293,10 @@ class Memory:
 
 
 def in_memory(tensor: torch.Tensor) -> Gather:
-    """A gather over a tensor that is in memory already."""
-    shape = tuple(tensor.shape)
-    source = Memory(raw_bytes(tensor.detach()))
-    piece = Piece(
-        (0,) * len(shape), Region(source, 0, dtype_of(tensor.dtype), shape, contiguous_strides(shape))
-    )
-    return Shards(shape, piece.region.dtype, Constant([piece]))
+    """A gather over a copy of a tensor in memory: what is done to the tensor later does not change it."""
+    shape, dtype = tuple(tensor.shape), dtype_of(tensor.dtype)
+    source = Memory(bytes(raw_bytes(tensor.detach())))
+    return of_region(Region(source, 0, dtype, shape, contiguous_strides(shape)))
 
 
 def read(gather: Gather, window: Box | None = None) -> torch.Tensor:
@@ -287,6 +306,20 @@ def read(gather: Gather, window: Box | None = None) -> torch.Tensor:
     raw = torch.empty(window.numel * gather.dtype.itemsize, dtype=torch.uint8)
     fill(gather, window, raw.numpy().data, SCRATCH)
     return raw.view(dtype).view(window.shape)
+
+
+_reused = threading.local()
+
+
+def _read_reusing(gather: Gather, window: Box) -> torch.Tensor:
+    """As `read`, into memory that the thread's next call uses again: fresh pages cost as much as a cast."""
+    nbytes = window.numel * gather.dtype.itemsize
+    raw = getattr(_reused, "raw", None)
+    if raw is None or not nbytes <= raw.numel() <= max(4 * nbytes, SCRATCH):
+        raw = _reused.raw = torch.empty(nbytes, dtype=torch.uint8)
+    raw = raw[:nbytes]
+    fill(gather, window, raw.numpy().data, SCRATCH)
+    return raw.view(torch_dtype(gather.dtype)).view(window.shape)
 
 
 def read_blocks(gather: Gather, max_bytes: int) -> Iterator[tuple[Box, torch.Tensor]]:

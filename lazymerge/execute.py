@@ -22,10 +22,7 @@ from lazymerge.files.copying import Copier, start_writeback, write_all
 from lazymerge.files.local import LocalFile
 from lazymerge.files.region import contiguous_strides
 from lazymerge.fill import fill, windows
-from lazymerge.plan import OutputFile, PlannedTensor
-
-SMALLEST_RUN = 64 << 10
-"""Bytes from which on a run goes through the kernel; below, a call costs more than a copy."""
+from lazymerge.plan import SMALLEST_RUN, OutputFile, PlannedTensor, run_of
 
 FORGOTTEN_FROM = 1 << 20
 """Bytes of a tensor whose source is worth a call that drops it from the page cache."""
@@ -73,26 +70,39 @@ def write_tensors(
     queue = _Queue(_joined(step for tensor in file.tensors for step in steps(tensor, block)))
     copier = Copier(target, file.name)
     threads = [
-        threading.Thread(target=_work, args=(queue, copier, block, on_bytes), daemon=True)
-        for _ in range(workers - 1)
+        threading.Thread(target=_work, args=(queue, copier, block, on_bytes)) for _ in range(workers - 1)
     ]
-    for thread in threads:
-        thread.start()
+    started: list[threading.Thread] = []
     try:
+        for thread in threads:
+            thread.start()
+            started.append(thread)
         _work(queue, copier, block, on_bytes)
     except BaseException as error:  # an interrupt reaches this thread only
         queue.fail(error)
-    for thread in threads:
-        thread.join()
+    _join(started, queue)
     if queue.error is not None:
         raise queue.error
+
+
+def _join(threads: list[threading.Thread], queue: _Queue) -> None:
+    """Wait until all have ended, whatever comes: after this their descriptor is closed."""
+    for thread in threads:
+        while thread.is_alive():
+            try:
+                thread.join()
+            except BaseException as error:
+                queue.fail(error)
 
 
 def _work(queue: _Queue, copier: Copier, block: int, on_bytes: Callable[[int], None]) -> None:
     """Take steps until there are none, or until one of them fails."""
     buffer = bytearray()
-    while (step := queue.take()) is not None:
+    while True:
         try:
+            step = queue.take()  # what it raises while it works steps out counts like any other error
+            if step is None:
+                return
             if isinstance(step, CopyRun):
                 copier.copy(step.source, step.source_at, step.at, step.size)
                 step.source.forget(step.source_at, step.size)
@@ -118,12 +128,12 @@ def write_file(
         write_all(target, file.name, memoryview(file.header), 0)
     write_tensors(file, target, block=block, workers=workers, on_bytes=on_bytes)
     if file.archive is not None:
-        checksums = [_checksum(target, tensor, block) for tensor in file.tensors]
+        checksums = [_checksum(target, tensor) for tensor in file.tensors]
         for at, content in file.archive.seal(checksums):
             write_all(target, file.name, memoryview(content), at)
 
 
-def _checksum(target: int, tensor: PlannedTensor, block: int) -> int:
+def _checksum(target: int, tensor: PlannedTensor, block: int = 1 << 20) -> int:
     """The CRC-32 of a tensor's bytes, read back from the output: most never were in the process."""
     crc = 0
     for at in range(0, tensor.nbytes, block):
@@ -160,9 +170,8 @@ class _Queue:
 def steps(tensor: PlannedTensor, block: int) -> Iterator[Step]:
     """What has to be done for one tensor, in the order of the output."""
     gather = tensor.gather
-    if any(source.whole for source in tensor.computed):
-        yield from _blocks(tensor, 0, gather.shape, gather.nbytes)
-    elif gather.nbytes < SMALLEST_RUN:
+    block = tensor.block(block)
+    if any(source.whole for source in tensor.computed) or gather.nbytes < SMALLEST_RUN:
         yield from _blocks(tensor, 0, gather.shape, block)
     else:
         for first, last, pieces in _groups(gather.pieces()):
@@ -195,15 +204,8 @@ def _groups(pieces: Iterable[Piece]) -> Iterator[tuple[int, int, list[Piece]]]:
 def _runs(piece: Piece, tensor: PlannedTensor) -> list[CopyRun]:
     """The piece as runs of a file that are worth a call of the kernel; none if it is not made of such."""
     region, shape, itemsize = piece.region, tensor.gather.shape, tensor.dtype.itemsize
-    if not isinstance(region.source, LocalFile):
-        return []
-    size, dim = 1, len(shape)  # dimensions from `dim` on are one run on both sides
-    while dim and (region.shape[dim - 1] == 1 or region.strides[dim - 1] == size):
-        dim -= 1
-        size *= region.shape[dim]
-        if region.shape[dim] != shape[dim]:
-            break
-    if size * itemsize < SMALLEST_RUN:
+    size, dim = run_of(piece, shape)
+    if not size or not isinstance(region.source, LocalFile):
         return []
     steps = contiguous_strides(shape)
     start = sum(at * step for at, step in zip(piece.start, steps, strict=True))
@@ -216,7 +218,7 @@ def _runs(piece: Piece, tensor: PlannedTensor) -> list[CopyRun]:
                 region.source,
                 region.offset + there * itemsize,
                 tensor.offset + here * itemsize,
-                size * itemsize,
+                size,
             )
         )
     return runs

@@ -40,6 +40,11 @@ class Computation(Source, Protocol):
         """Bytes of files that all of it is made of."""
         ...
 
+    @property
+    def step(self) -> int:
+        """Bytes that are computed together, so that smaller blocks compute them again; 0: any number."""
+        ...
+
     def working_set(self, nbytes: int) -> int:
         """Bytes of memory that computing `nbytes` of it takes, the result included."""
         ...
@@ -49,6 +54,18 @@ def computations(pieces: Iterable[Piece]) -> list[Computation]:
     """The different computations that the pieces lie in; none where all bytes come from files."""
     sources = {id(region.source): region.source for _, region in pieces}
     return [cast(Computation, source) for source in sources.values() if hasattr(source, "working_set")]
+
+
+def bytes_read(pieces: Iterable[Piece]) -> int:
+    """Bytes of files that the pieces are made of."""
+    pieces = list(pieces)
+    computed = computations(pieces)
+    from_files = sum(
+        math.prod(region.shape) * region.dtype.itemsize
+        for _, region in pieces
+        if not hasattr(region.source, "working_set")
+    )
+    return from_files + sum(source.reads for source in computed)
 
 
 class Gather:
@@ -100,6 +117,8 @@ class Gather:
         fixed = {}
         for axis, size in zip(self._axes(), shape[new:], strict=True):
             if axis.size != size and axis.dim is not None:
+                if axis.size != 1:
+                    raise ValueError(f"a tensor of shape {self.shape} does not expand to {shape}")
                 fixed[axis.dim] = 0
                 axis = Axis(None, 0, 0, size)
             axes.append(axis)

@@ -22,12 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from lazymerge.errors import InconsistentCheckpoint, OutputError
-from lazymerge.files.copying import write_error
+from lazymerge.files.copying import Copier, write_error
 from lazymerge.files.local import LocalFile
+from lazymerge.sidecars import is_sidecar
 
 STAGING = ".lazymerge"
 JOURNAL = "journal.jsonl"
-_WEIGHTS = re.compile(r".+\.safetensors(\.index\.json)?|pytorch_model.*\.bin(\.index\.json)?")
+_WEIGHTS = re.compile(
+    r"(model|consolidated)[\w.-]*\.safetensors(\.index\.json)?|pytorch_model[\w.-]*\.bin(\.index\.json)?"
+)
+"""Weights that a loader would take for the model's, or mix with it."""
 
 
 class Destination:
@@ -47,9 +51,10 @@ class Destination:
 
         Raises `InconsistentCheckpoint` if an unfinished run here read files that have changed since.
         """
-        head = {"job": job, "sources": {str(file.path): [file.size, file.mtime_ns] for file in files}}
+        sources = {str(file.path.resolve()): file.identity for file in files}
+        head = {"job": {**job, "sources": sorted(sources)}, "sources": sources}
         lines = _read_lines(self._journal)
-        if lines and lines[0].get("job") == job:
+        if lines and lines[0].get("job") == head["job"]:
             _refuse_changed(lines[0].get("sources", {}), head["sources"], self.staging)
             self.finished = {line["done"] for line in lines[1:] if self._is_there(line)}
             self._clear({"lock", self._journal.name, *self.finished})
@@ -113,6 +118,15 @@ class Destination:
         except OSError as error:
             raise write_error(error, str(path), 0) from error
 
+    def copy(self, name: str, source: Path) -> None:
+        """A small file, staged as a copy of `source`; no more of it than a buffer is ever in memory."""
+        path = self.staging / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = LocalFile(source)
+        with open(path, "wb") as target:
+            Copier(target.fileno(), str(path)).copy(file, 0, 0, file.size)
+            _synced(target.fileno(), str(path))
+
     def _append(self, line: dict[str, Any]) -> None:
         try:
             with open(self._journal, "a", encoding="utf-8") as file:
@@ -137,11 +151,16 @@ class Destination:
             ) from error
 
     def _publish(self, names: Sequence[str]) -> None:
+        for name in names:
+            if (self.folder / name).is_dir():
+                raise OutputError(
+                    f"{self.folder / name}: is a folder", "remove it, and run the same command again"
+                )
         if self.overwrite:
             for path in list(self.folder.iterdir()):
                 if (
                     path.is_file()
-                    and _WEIGHTS.fullmatch(path.name)
+                    and (_WEIGHTS.fullmatch(path.name) or is_sidecar(path.name))
                     and path.name not in self._published(names)
                 ):
                     path.unlink()
@@ -170,6 +189,8 @@ def claim(folder: Path, sources: Sequence[Path], *, overwrite: bool) -> Iterator
     made = _missing_parents(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if (folder / STAGING).is_symlink():
+            raise OutputError(f"{folder / STAGING}: is a link", "remove it; the files under way go there")
         (folder / STAGING).mkdir(exist_ok=True)
         lock = os.open(folder / STAGING / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
@@ -186,9 +207,14 @@ def claim(folder: Path, sources: Sequence[Path], *, overwrite: bool) -> Iterator
 
 def check_destination(folder: Path, sources: Sequence[Path], *, overwrite: bool) -> None:
     """Raise `OutputError` where a result cannot go, as far as that can be seen without writing."""
-    _check_place(folder, sources)
-    if folder.is_dir() and not overwrite:
-        _check_empty(folder, _publishing(folder / STAGING / JOURNAL))
+    try:
+        _check_place(folder, sources)
+        if folder.is_dir() and not overwrite:
+            _check_empty(folder, _publishing(folder / STAGING / JOURNAL))
+    except OSError as error:
+        raise OutputError(
+            f"{error.filename or folder}: {error.strerror}", "choose a folder that you may write to"
+        ) from None
 
 
 def _check_place(folder: Path, sources: Sequence[Path]) -> None:
@@ -211,10 +237,7 @@ def _publishing(journal: Path) -> set[str]:
 
 def _check_empty(folder: Path, known: Collection[str]) -> None:
     """Raise `OutputError` if the folder holds anything but the staging folder and what is `known`."""
-    try:
-        names = sorted(path.name for path in folder.iterdir() if path.name not in {STAGING, *known})
-    except OSError as error:
-        raise OutputError(f"{folder}: {error.strerror}", "choose a folder that you may write to") from None
+    names = sorted(path.name for path in folder.iterdir() if path.name not in {STAGING, *known})
     if names:
         shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
         raise OutputError(
@@ -253,8 +276,21 @@ def _lock(fd: int, folder: Path) -> None:
             f"{folder}: another merge is writing here (process {owner})",
             "wait for it, or give another folder",
         ) from None
+    _refuse_removed(fd, folder)
     os.ftruncate(fd, 0)
     os.pwrite(fd, str(os.getpid()).encode(), 0)
+
+
+def _refuse_removed(fd: int, folder: Path) -> None:
+    """The lock may have been opened just before another merge ended and removed it: then it locks nothing."""
+    try:
+        there = os.stat(folder / STAGING / "lock")
+    except OSError:
+        there = None
+    if there is None or there.st_ino != os.fstat(fd).st_ino:
+        raise OutputError(
+            f"{folder}: another merge has just ended here", "look at its result, then try again"
+        )
 
 
 def _refuse_changed(before: dict[str, Any], now: dict[str, Any], staging: Path) -> None:
@@ -262,7 +298,7 @@ def _refuse_changed(before: dict[str, Any], now: dict[str, Any], staging: Path) 
         if before.get(path) != now.get(path):
             raise InconsistentCheckpoint(
                 f"{path}: has changed since the unfinished merge in {staging.parent} read it"
-                f" (size and time {before.get(path)}, now {now.get(path)})",
+                f" (size, time and inode {before.get(path)}, now {now.get(path)})",
                 f"remove {staging} to start again from what is there now",
             )
 

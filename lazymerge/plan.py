@@ -12,12 +12,17 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from lazymerge.boxes import Piece, Shape
 from lazymerge.errors import PlanError
 from lazymerge.files.dtype import DType
+from lazymerge.files.local import LocalFile
 from lazymerge.files.safetensors_file import safetensors_layout
 from lazymerge.files.torch_archive import Archive, torch_archive
-from lazymerge.gather import Computation, Gather, View, computations
+from lazymerge.gather import Computation, Gather, View, bytes_read, computations
 from lazymerge.tiling import check
+
+SMALLEST_RUN = 64 << 10
+"""Bytes from which on a run goes through the kernel; below, a call costs more than a copy."""
 
 SAFETENSORS = "safetensors"
 BIN = "bin"
@@ -38,11 +43,19 @@ class PlannedTensor:
     gather: Gather
     reads: int  # bytes of files that it is made of
     computed: tuple[Computation, ...]  # what has to be computed for it, if anything
+    buffered: int  # bytes that go through a buffer: all of them, unless the kernel copies all of them
 
     @property
     def nbytes(self) -> int:
         """Bytes in the file."""
         return self.gather.nbytes
+
+    def block(self, limit: int) -> int:
+        """Bytes of a block of it where `limit` are wanted: all of it, or as many as are computed together."""
+        if any(source.whole for source in self.computed):
+            return self.nbytes
+        step = max((source.step for source in self.computed), default=0)
+        return max(step, limit - limit % step) if step else limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +124,11 @@ def make_plan(
         raise PlanError("no tensor is left to write", "check --include and --exclude")
     if output_format == BIN:
         return Plan((bin_file(gathers),), None, None)
+    if "__metadata__" in gathers:
+        raise PlanError(
+            "__metadata__: safetensors keeps this name for itself",
+            "leave it out with --exclude, or write --output-format bin",
+        )
     for name, gather in gathers.items():
         if gather.dtype.code is None:
             raise PlanError(
@@ -157,5 +175,24 @@ def planned(name: str, gather: Gather, offset: int) -> PlannedTensor:
     pieces = list(flat.pieces())
     check(name, flat, pieces)
     computed = computations(pieces)
-    reads = sum(source.reads for source in computed) if computed else gather.nbytes
-    return PlannedTensor(name, gather.dtype, gather.shape, offset, flat, reads, tuple(computed))
+    reads = bytes_read(pieces)
+    copied = gather.nbytes >= SMALLEST_RUN and all(run_of(piece, flat.shape)[0] for piece in pieces)
+    buffered = 0 if copied else gather.nbytes
+    return PlannedTensor(name, gather.dtype, gather.shape, offset, flat, reads, tuple(computed), buffered)
+
+
+def run_of(piece: Piece, shape: Shape) -> tuple[int, int]:
+    """(bytes, dimension): how long a run of a file a piece is made of, and the first dimension inside a run.
+
+    (0, 0) for a piece that is made of no runs that are worth a call of the kernel.
+    """
+    region = piece.region
+    if not isinstance(region.source, LocalFile):
+        return 0, 0
+    size, dim = region.dtype.itemsize, len(shape)  # dimensions from `dim` on are one run on both sides
+    while dim and (region.shape[dim - 1] == 1 or region.strides[dim - 1] * region.dtype.itemsize == size):
+        dim -= 1
+        size *= region.shape[dim]
+        if region.shape[dim] != shape[dim]:
+            break
+    return (size, dim) if size >= SMALLEST_RUN else (0, 0)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lazymerge.budget import Spending, resident
+from lazymerge.budget import Spending, high_water, resident
 from lazymerge.checkpoint import Checkpoint, Note
 from lazymerge.plan import Plan
 from lazymerge.sidecars import Sidecars
@@ -38,6 +38,7 @@ class Meter:
     on_progress: OnProgress | None
     done: int = 0
     _peak: int = 0
+    _highest_before: int = field(default_factory=lambda: high_water())
     _lock: Any = field(default_factory=threading.Lock)
 
     def add(self, stage: str, total: int, file: str, count: int) -> None:
@@ -54,8 +55,12 @@ class Meter:
             self.on_progress(Progress(stage, done, total, now, file))
 
     def peak(self) -> int:
-        """The most resident memory that was seen, in bytes."""
-        return max(self._peak, resident())
+        """The most resident memory since this began, in bytes, as far as it can be known.
+
+        The system keeps the highest mark of the whole process: it is the merge's if it has risen since.
+        """
+        highest = high_water()
+        return highest if highest > self._highest_before else max(self._peak, resident())
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,12 @@ _LARGEST = 1 << 30
 """Bytes beyond which a sidecar is refused: the first for files that are parsed."""
 
 
+def is_sidecar(name: str) -> bool:
+    """Whether a file of that name is one that goes with a model (its code apart)."""
+    known = name in _PARSED or name in _COPIED
+    return known or any(pattern.fullmatch(name) for pattern in _COPIED_PATTERNS)
+
+
 @dataclass(frozen=True, slots=True)
 class Sidecars:
     """Files to put beside the weights, name -> where from, and what config.json holds (None: not there)."""
@@ -65,10 +71,9 @@ class Sidecars:
     config: Mapping[str, Any] | None
     notes: tuple[Note, ...] = ()
 
-    def content(self, name: str, dtype: str | None) -> bytes:
-        """What to write under that name: the file's bytes, config.json with `dtype` in it if given."""
-        raw = _bytes(self.files[name])
-        return with_dtype(raw, dtype) if name == CONFIG and dtype else raw
+    def raw(self, name: str) -> bytes:
+        """The bytes of the file under that name."""
+        return _bytes(self.files[name])
 
     @property
     def nbytes(self) -> int:

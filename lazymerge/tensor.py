@@ -67,9 +67,8 @@ class LazyTensor(torch.Tensor):
         if func is torch.ops.aten.copy_.default:
             return _copy_blocks(*args)
         if func._schema.is_mutable:
-            raise TypeError(
-                f"{func}: a LazyTensor cannot be changed in place; use the form without underscore"
-            )
+            _refuse_changing(func, args, kwargs)
+            return _materialized(func, args, kwargs)
         record = _RECORDED.get(func)
         if record is not None:
             return record(func, *args, **kwargs)
@@ -88,7 +87,28 @@ class LazyTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LazyTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
 
+    # `x.data = y` passes no operator either: it would change what torch thinks x is, and not x.
+
+    @property
+    def data(self) -> LazyTensor:
+        """The tensor itself."""
+        return self
+
+    @data.setter
+    def data(self, value: object) -> None:
+        raise TypeError("data: a LazyTensor cannot be changed in place; materialize() it first")
+
+    def share_memory_(self) -> Any:
+        """Not possible without data: raises `TypeError`."""
+        raise TypeError("share_memory_: a LazyTensor has no memory to share; materialize() it first")
+
     # What reaches for the data without passing an operator gets it read first.
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.materialize().__dlpack__(*args, **kwargs)
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if spec and not self.dim() else repr(self)
 
     def numpy(self, *, force: bool = False) -> Any:
         """The elements as a numpy array."""
@@ -113,10 +133,24 @@ def _copy_blocks(target: torch.Tensor, source: torch.Tensor, non_blocking: bool 
     if isinstance(target, LazyTensor):
         raise TypeError("copy_: a LazyTensor cannot be changed in place; copy into a real tensor")
     assert isinstance(source, LazyTensor)
+    _meta(target).copy_(_meta(source))  # torch's own complaint about shapes that do not fit
     spread = source.lazy_gather.expand(tuple(target.shape))
     for window, block in read_blocks(spread, COPY_BLOCK):
         target[window.slices].copy_(block, non_blocking)
     return target
+
+
+def _refuse_changing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise `TypeError` if the operator would write into a lazy tensor; into real ones it may."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        written = value if isinstance(value, list | tuple) else [value]
+        if any(isinstance(each, LazyTensor) for each in written):
+            raise TypeError(
+                f"{func}: a LazyTensor cannot be changed in place; use the form without underscore"
+            )
 
 
 # ---------------------------------------------------------------- operators that move elements
@@ -315,8 +349,10 @@ def _defer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Te
             operands.append(_gather_of(arg))
         else:
             recorded.append(arg)
-    like = func(*tree_map(lambda arg: _meta(arg) if isinstance(arg, torch.Tensor) else arg, args), **kwargs)
     kept = {key: value for key, value in kwargs.items() if value is not None and key in {"dtype", "alpha"}}
+    metas = tree_map(lambda arg: _meta(arg) if isinstance(arg, torch.Tensor) else arg, args)
+    format_ = {key: value for key, value in kwargs.items() if key == "memory_format"}
+    like = func(*metas, **kept, **format_)
     if name == "_to_copy.default" and not kept:
         return LazyTensor(operands[0], like.stride())
     shape, dtype = tuple(like.shape), dtype_of(like.dtype)

@@ -174,3 +174,49 @@ def test_descriptors_are_never_too_many(tmp_path):
     assert len(os.listdir("/proc/self/fd")) - before <= 3
     pool.close()
     assert [file.read(9, 1)[0] for file in files] == list(range(10))
+
+
+def test_an_error_while_steps_are_worked_out_ends_the_work(opened, tmp_path, monkeypatch):
+    """Whichever worker meets it: the file must not count as written."""
+    from lazymerge import execute
+
+    def failing(tensor, block):
+        yield from list(steps(tensor, block))[:1]
+        raise MemoryError("no more")
+
+    plan = make_plan({"w": opened[1]["b"].t().lazy_gather})
+    monkeypatch.setattr(execute, "steps", failing)
+    for _ in range(5):
+        with open(tmp_path / "out", "wb+") as target:
+            target.truncate(plan.files[0].size)
+            with pytest.raises(MemoryError):
+                write_tensors(
+                    plan.files[0], target.fileno(), block=4096, workers=4, on_bytes=lambda count: None
+                )
+
+
+def test_a_copy_of_nothing_is_tried_another_way(opened, tmp_path, monkeypatch):
+    """Some file systems copy 0 bytes and call it success."""
+    monkeypatch.setattr(os, "copy_file_range", lambda *args: 0)
+    lazymerge.merge(tmp_path / "model.pt", tmp_path / "out")
+    from safetensors.torch import load_file
+
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["b"], opened[0]["b"])
+
+
+def test_a_product_is_computed_once(monkeypatch, tmp_path):
+    """Blocks are as many rows as are computed together, so that none is computed for two blocks."""
+    from lazymerge import compute
+
+    torch.save({"w": torch.randn(4096, 512)}, tmp_path / "model.pt")
+    product = lazymerge.open(tmp_path / "model.pt")["w"] @ torch.ones(512, 512)
+    evaluated = []
+    evaluate = compute.Computed._evaluate
+    monkeypatch.setattr(
+        compute.Computed, "_evaluate", lambda self, boxes: evaluated.append(boxes) or evaluate(self, boxes)
+    )
+    plan = make_plan({"w": product.lazy_gather})
+    with open(tmp_path / "out", "wb+") as target:
+        target.truncate(plan.files[0].size)
+        write_tensors(plan.files[0], target.fileno(), block=1 << 18, workers=1, on_bytes=lambda count: None)
+    assert len({boxes[0].start for boxes in evaluated}) == len(evaluated) > 1

@@ -16,7 +16,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import lazymerge
-from lazymerge.errors import AmbiguousCheckpoint, IncompleteCheckpoint, NotACheckpoint
+from lazymerge.errors import (
+    AmbiguousCheckpoint,
+    IncompleteCheckpoint,
+    NotACheckpoint,
+    PlanError,
+    UnsupportedCheckpoint,
+)
 from tests.checks import assert_same_model, refused, tied_away
 from tests.makers.layout import Made, copy_of, rank_file, renamed
 from tests.makers.ranks import run_ranks
@@ -244,3 +250,63 @@ def test_a_full_state_dict_beside_rank_files_is_named(four, out):
     report = lazymerge.merge(four.root, out)
     assert any("pytorch_model.bin beside it was left alone" in note.text for note in report.warnings)
     assert_same_model(out, four.truth)
+
+
+def one_file(folder, content):
+    folder.mkdir()
+    torch.save(content, folder / "model.pt")
+    return folder / "model.pt"
+
+
+@pytest.mark.parametrize("wrapper", ["model", "state_dict"])
+def test_a_tensor_beside_the_state_dict_does_not_hide_it(tmp_path, out, wrapper):
+    source = one_file(tmp_path / "run", {wrapper: {"w": torch.ones(3)}, "rng": torch.zeros(8), "epoch": 1})
+    report = lazymerge.merge(source, out)
+    assert_same_model(out, {"w": torch.ones(3)})
+    assert set(report.left_out) == {"rng", "epoch"}
+
+
+def test_wrappers_in_wrappers(tmp_path, out):
+    lazymerge.merge(one_file(tmp_path / "run", {"model": {"module": {"w": torch.ones(3)}}}), out)
+    assert_same_model(out, {"w": torch.ones(3)})
+
+
+def test_a_wrapper_in_itself(tmp_path, out):
+    wrapper: dict[str, object] = {}
+    wrapper["model"] = wrapper
+    with refused(UnsupportedCheckpoint, "no tensors", dst=out):
+        lazymerge.merge(one_file(tmp_path / "run", wrapper), out)
+
+
+@pytest.mark.parametrize("hidden", [{"b": torch.ones(2)}, [torch.ones(2)], {"x": {"y": (torch.ones(2),)}}])
+def test_tensors_that_would_be_left_out_are_refused(tmp_path, out, hidden):
+    source = one_file(tmp_path / "run", {"a": torch.ones(2), "sub": hidden})
+    with refused(UnsupportedCheckpoint, "'sub' in", "flat state dict", dst=out):
+        lazymerge.merge(source, out)
+
+
+@pytest.mark.parametrize("zip_format", [True, False])
+@pytest.mark.parametrize("bit", ["conj", "neg"])
+def test_a_tensor_whose_bytes_are_not_its_values_is_refused(tmp_path, out, bit, zip_format):
+    value = torch.randn(4, dtype=torch.complex64).conj() if bit == "conj" else torch._neg_view(torch.randn(4))
+    (tmp_path / "run").mkdir()
+    torch.save({"x": value}, tmp_path / "run/model.pt", _use_new_zipfile_serialization=zip_format)
+    with refused(UnsupportedCheckpoint, "x in", dst=out):
+        lazymerge.merge(tmp_path / "run", out)
+
+
+def test_no_source_at_all(out):
+    with refused(PlanError, "no source", dst=out):
+        lazymerge.merge([], out)
+
+
+@pytest.mark.parametrize("workers", [0, -1])
+def test_no_workers_at_all(four, out, workers):
+    with refused(PlanError, "--max-workers", dst=out):
+        lazymerge.merge(four.root, out, max_workers=workers)
+
+
+def test_an_unknown_folder_among_several_is_the_one_that_is_named(four, tmp_path, out):
+    (tmp_path / "empty").mkdir()
+    with refused(NotACheckpoint, str(tmp_path / "empty"), "empty folder", dst=out):
+        lazymerge.merge([four.root, tmp_path / "empty"], out)

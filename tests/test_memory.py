@@ -95,3 +95,12 @@ def test_the_budget_is_kept(rows, tmp_path):
     assert tight["peak"] < 90 * 10**6
     assert abs(tight["told"] - tight["peak"]) < 8 << 20
     assert filecmp.cmp(*(tmp_path / run / "model.safetensors" for run in "ab"), shallow=False)
+
+
+def test_a_large_tokenizer_is_not_held(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    torch.save({"w": torch.ones(4)}, folder / "model.pt")
+    (folder / "tokenizer.json").write_text('{"v": "' + "x" * (100 << 20) + '"}')
+    merge_limited(src=folder, dst=tmp_path / "out")
+    assert filecmp.cmp(folder / "tokenizer.json", tmp_path / "out" / "tokenizer.json", shallow=False)

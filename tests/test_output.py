@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import zipfile
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 
 import lazymerge
-from lazymerge.errors import PlanError, UnsupportedCheckpoint
+from lazymerge.errors import InconsistentCheckpoint, OutputError, PlanError, UnsupportedCheckpoint
 from tests.checks import assert_same_model, assert_same_tensors, refused
 
 DRAW = torch.Generator().manual_seed(5)
@@ -254,3 +255,65 @@ def test_the_report_counts_what_is_there(checkpoint, out):
     assert report.bytes_read == sum(tensor.nbytes for tensor in made.truth.values())
     assert report.bytes_written == (out / "model.safetensors").stat().st_size
     json.dumps(report.to_json())
+
+
+def source_of(folder, **tensors):
+    folder.mkdir()
+    torch.save(tensors or {"w": torch.ones(4)}, folder / "model.pt")
+    return folder
+
+
+def test_a_name_that_safetensors_keeps_for_itself(tmp_path):
+    src = source_of(tmp_path / "run", __metadata__=torch.ones(2))
+    with pytest.raises(PlanError, match="__metadata__"):
+        lazymerge.merge(src, tmp_path / "out")
+    lazymerge.merge(src, tmp_path / "bin", output_format="bin")
+
+
+def test_overwriting_leaves_adapters_and_takes_stale_sidecars(tmp_path):
+    src, out = source_of(tmp_path / "run"), tmp_path / "out"
+    out.mkdir()
+    for name in ("model-00001-of-00002.safetensors", "consolidated.safetensors", "chat_template.jinja"):
+        (out / name).write_text("old")
+    (out / "adapter_model.safetensors").write_text("somebody's")
+    lazymerge.merge(src, out, overwrite=True)
+    assert sorted(path.name for path in out.iterdir()) == ["adapter_model.safetensors", "model.safetensors"]
+
+
+def test_a_staging_folder_that_is_a_link(tmp_path):
+    src, out, precious = source_of(tmp_path / "run"), tmp_path / "out", tmp_path / "precious"
+    out.mkdir()
+    precious.mkdir()
+    (precious / "important").write_text("keep")
+    (out / ".lazymerge").symlink_to(precious)
+    with pytest.raises(OutputError, match="is a link"):
+        lazymerge.merge(src, out)
+    assert (precious / "important").read_text() == "keep"
+
+
+def test_a_source_that_is_written_meanwhile(tmp_path):
+    src, out = source_of(tmp_path / "run", w=torch.ones(1 << 18)), tmp_path / "out"
+
+    def write(progress):
+        if progress.stage == "write":
+            content = (src / "model.pt").read_bytes()
+            (src / "model.pt").write_bytes(content)
+            os.utime(src / "model.pt", ns=(1, 1))
+
+    with pytest.raises(InconsistentCheckpoint, match=r"model\.pt: has changed while it was read"):
+        lazymerge.merge(src, out, on_progress=write)
+    assert not (out / "model.safetensors").exists()
+
+
+def test_a_merge_goes_on_by_another_spelling_of_its_source(tmp_path, monkeypatch):
+    src, out = source_of(tmp_path / "run", a=torch.ones(1000), b=torch.zeros(1000)), tmp_path / "out"
+
+    def stop(progress):
+        if progress.file == "model-00002-of-00002.safetensors":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        lazymerge.merge(src, out, max_shard_size=4500, on_progress=stop)
+    monkeypatch.chdir(tmp_path)
+    report = lazymerge.merge("run", out, max_shard_size=4500)
+    assert report.resumed == ("model-00001-of-00002.safetensors",)

@@ -7,6 +7,7 @@ import io
 import logging
 import math
 from collections.abc import Callable
+from itertools import islice
 
 import pytest
 import torch
@@ -230,3 +231,56 @@ def test_every_dtype_can_be_read_back():
         raw = torch.randint(0, 2, (4, 16), dtype=torch.uint8)
         truth = raw.bool() if name == "bool" else raw.view(getattr(torch, name))
         assert_same(lazy(truth, 1), truth)
+
+
+def test_copies_that_do_not_fit_are_torchs_errors():
+    with pytest.raises(RuntimeError):
+        torch.empty(3, 4).copy_(lazy(torch.zeros(5, 4)))
+    with pytest.raises(RuntimeError):
+        torch.empty(4).copy_(lazy(torch.zeros(5, 4)))
+
+
+def test_real_tensors_can_be_changed_with_lazy_ones():
+    real, truth = torch.ones(4), torch.arange(4.0)
+    real.add_(lazy(truth))
+    real[torch.tensor([0, 1])] = lazy(truth)[:2]
+    real += lazy(truth)
+    torch.mul(lazy(truth), 2, out=(doubled := torch.empty(4)))
+    assert type(real) is torch.Tensor
+    assert torch.equal(real, torch.tensor([0.0, 2.0, 5.0, 7.0]))
+    assert torch.equal(doubled, truth * 2)
+
+
+def test_what_is_done_to_an_operand_later_changes_nothing():
+    operand = torch.ones(4)
+    total, joined = lazy(torch.zeros(4)) + operand, torch.cat([lazy(torch.zeros(4)), operand])
+    operand.fill_(9)
+    assert torch.equal(total.materialize(), torch.ones(4))
+    assert torch.equal(joined.materialize(), torch.tensor([0.0] * 4 + [1.0] * 4))
+
+
+def test_what_would_change_it_behind_its_back_is_refused():
+    x = lazy(torch.zeros(4))
+    for change in (lambda: setattr(x, "data", torch.ones(4)), x.share_memory_):
+        with pytest.raises(TypeError):
+            change()
+    model = torch.nn.Linear(4, 2, bias=False)
+    model.load_state_dict({"weight": lazy(torch.ones(2, 4))}, assign=True)
+    with pytest.raises(TypeError, match="materialize"):
+        model.to(torch.bfloat16)
+
+
+def test_the_dtype_of_another_lazy_tensor():
+    x, like = lazy(torch.ones(4)), lazy(torch.zeros(1, dtype=torch.bfloat16))
+    for result in (x.to(like), x.type_as(like)):
+        assert_same(result, torch.ones(4, dtype=torch.bfloat16))
+
+
+def test_a_product_over_several_blocks_of_rows():
+    a, b = torch.randn(4096, 512), torch.randn(512, 512)
+    product = lazy(a) @ b  # 8 MB of operand, 8 MB of result: computed 1024 rows at a time
+    whole = product.materialize()
+    torch.testing.assert_close(whole, a @ b)
+    for rows in (1, 1000, 1500):
+        _, (_, block), *_ = islice(product.blocks(rows * 512 * 4), 2)
+        assert torch.equal(block, whole[rows : 2 * rows])

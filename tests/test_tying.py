@@ -249,3 +249,28 @@ def test_the_outer_flag_decides(tmp_path, outer, tied):
     state = tensors(EMBEDDING, HEAD)
     lazymerge.merge(save(tmp_path / "src", state, config), tmp_path / "out")
     assert_same_model(tmp_path / "out", state, tied=tied)
+
+
+def saved(folder, **tensors):
+    folder.mkdir()
+    torch.save({name.replace("__", "."): tensor for name, tensor in tensors.items()}, folder / "model.pt")
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_an_embedding_that_is_excluded_is_not_made_up_from_the_head(tmp_path):
+    embedding, head = torch.zeros(4, 2), torch.ones(4, 2)
+    src = saved(tmp_path / "run", model__embed_tokens__weight=embedding, lm_head__weight=head)
+    lazymerge.merge(src, tmp_path / "out", exclude=["model.embed_tokens.weight"])
+    assert_same_model(tmp_path / "out", {"lm_head.weight": head})
+
+
+def test_a_head_that_equals_the_embedding_of_a_part_is_written(tmp_path):
+    embedding, head = torch.zeros(4, 2), torch.ones(4, 2)
+    names = {"model.embed_tokens.weight": embedding, "model.mtp.embed_tokens.weight": head}
+    names["lm_head.weight"] = head
+    src = saved(tmp_path / "run", **{name.replace(".", "__"): tensor for name, tensor in names.items()})
+    report = lazymerge.merge(src, tmp_path / "out")
+    assert_same_model(tmp_path / "out", names)
+    assert "values differ" in report.warnings[0].text

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from lazymerge.checkpoint import Checkpoint
 from lazymerge.errors import InconsistentCheckpoint, PlanError
 
-ANYWHERE = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+ANYWHERE = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 """What FSDP1, activation checkpointing and torch.compile put before any module they wrap."""
 
 IN_FRONT = "module."
@@ -37,9 +37,8 @@ def strip_wrappers(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _without_wrappers(name: str) -> str:
-    for part in ANYWHERE:
-        name = name.replace(part, "")
-    return name
+    *parents, last = name.split(".")
+    return ".".join([*(part for part in parents if part not in ANYWHERE), last])
 
 
 def select(checkpoint: Checkpoint, include: Sequence[str], exclude: Sequence[str]) -> Checkpoint:

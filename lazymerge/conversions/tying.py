@@ -41,6 +41,8 @@ def tie(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> Checkpoint:
     embeddings = [name for name in gathers if _ends_with(name, EMBEDDINGS)]
     if not embeddings:
         return _renamed(checkpoint, head, config or {})
+    outermost = min(name.count(".") for name in embeddings)  # a loader ties to the model's, not to a part's
+    embeddings = [name for name in embeddings if name.count(".") == outermost]
     for name in embeddings:
         if _same(gathers[name], gathers[head]):
             kept = {other: gather for other, gather in gathers.items() if other != head}

@@ -62,6 +62,9 @@ class Copier:
                         self._ways[device] = way + 1
                         continue
                     raise self._blame(error, source, source_at + done, at + done) from error
+                if count == 0 and way + 1 < len(ways):
+                    self._ways[device] = way + 1  # some file systems copy nothing and call it success
+                    continue
                 if count == 0:
                     raise DamagedFile(
                         f"{source.path}: ends at byte {source_at + done}, expected {source_at + size}",

@@ -16,8 +16,8 @@ the ``_metadata`` of a state dict, is dropped.
 
 The input may be hostile. Nothing here recurses into what it has built, values are hashed only where
 that is known to be cheap, whatever copies is paid for with the length of the data, and the memo is as
-long as what is stored in it: time and memory are linear in the length of the pickle. Whatever is wrong with it is a
-`DamagedFile`.
+long as what is stored in it: time and memory are linear in the length of the pickle. Whatever is wrong
+with it is a `DamagedFile`.
 """
 
 from __future__ import annotations
@@ -82,9 +82,10 @@ def _run(
     top: Any = _MARK
     stack: list[Any] = []
     marks: list[int] = []
-    memo: list[Any] | dict[int, Any] = []  # a list while the entries are stored in order, as they are
-    stored = 0  # entries of that list
-    remember = memo.append
+    in_order: list[Any] = []  # the memo, while its entries are stored in order, as they are
+    stored = 0  # how many
+    memo: list[Any] | dict[int, Any] = in_order
+    remember = in_order.append
     new_record = Record.__new__
     pos = 0
     try:
@@ -346,7 +347,7 @@ def _run(
 
 
 def _sparse(memo: list[Any] | dict[int, Any], index: int, value: object) -> tuple[dict[int, Any], int]:
-    """The memo as a dict, since its entries are not stored in order, and no length that they could go on from."""
+    """The memo as a dict, since its entries are not stored in order, and no length to go on from."""
     entries = dict(enumerate(memo)) if isinstance(memo, list) else memo
     entries[index] = value
     return entries, -1

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from lazymerge.errors import DamagedFile, SourceError
+from lazymerge.errors import DamagedFile, InconsistentCheckpoint, SourceError
 
 
 class Source(Protocol):
@@ -71,7 +71,8 @@ class Descriptors:
             self._close_idle(len(self._fds))
 
     def __del__(self) -> None:
-        self.close()
+        if hasattr(self, "_lock"):  # not if __init__ never ran
+            self.close()
 
     def _close_idle(self, count: int) -> None:
         for path in [path for path in self._fds if not self._users[path]][: max(count, 0)]:
@@ -82,11 +83,11 @@ class Descriptors:
 class LocalFile:
     """One regular file, read by position; safe to share between threads.
 
-    `size` (bytes) and `mtime_ns` are those of the moment when it was opened, and are what a
-    resumed run compares. Raises `SourceError` if the path is not a readable regular file.
+    `size` (bytes), `mtime_ns` and `inode` are those of the moment when it was opened; `identity` is
+    what a resumed run compares. Raises `SourceError` if the path is not a readable regular file.
     """
 
-    __slots__ = ("mtime_ns", "path", "pool", "size")
+    __slots__ = ("inode", "mtime_ns", "path", "pool", "size")
 
     def __init__(self, path: Path, pool: Descriptors | None = None) -> None:
         try:
@@ -99,6 +100,7 @@ class LocalFile:
         self.pool = pool or Descriptors()
         self.size = stat.st_size
         self.mtime_ns = stat.st_mtime_ns
+        self.inode = stat.st_ino
         with self.opened():  # an unreadable file is found now, not after an hour
             pass
 
@@ -108,6 +110,23 @@ class LocalFile:
     @property
     def name(self) -> str:
         return str(self.path)
+
+    @property
+    def identity(self) -> list[int]:
+        """What tells the file from a later one under its name: size, time of change, inode."""
+        return [self.size, self.mtime_ns, self.inode]
+
+    def check_unchanged(self) -> None:
+        """Raise `InconsistentCheckpoint` if the file is not the one any more that was opened."""
+        try:
+            now = LocalFile(self.path, self.pool).identity
+        except SourceError:
+            now = []
+        if now != self.identity:
+            raise InconsistentCheckpoint(
+                f"{self.path}: has changed while it was read (size, time, inode {self.identity}, now {now})",
+                "what was read may be of either version; run again when nothing writes there",
+            )
 
     @contextmanager
     def opened(self) -> Iterator[int]:

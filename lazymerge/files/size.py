@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from lazymerge.errors import PlanError
@@ -9,15 +10,15 @@ from lazymerge.errors import PlanError
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
 
 
-def parse_size(size: int | str) -> int:
+def parse_size(size: float | str) -> int:
     """Bytes of a size as people write it: 123, "5GB" (10^9), "512MiB" (2^20), "1.5 GB".
 
     Raises `PlanError` for anything else, and for sizes below one byte.
     """
-    if isinstance(size, int):
-        amount = size
+    if isinstance(size, int | float) and not isinstance(size, bool):
+        amount = int(size) if math.isfinite(size) else 0
     else:
-        match = _SIZE.fullmatch(size)
+        match = _SIZE.fullmatch(str(size))
         if match is None:
             raise PlanError(f"{size!r} is not a size", "write it as 16GB, 512MiB or a number of bytes")
         number, unit, binary = match.groups()

@@ -16,7 +16,7 @@ from typing import Any
 from lazymerge.errors import DamagedFile, UnsupportedCheckpoint
 from lazymerge.files.dtype import DTYPES, DType
 from lazymerge.files.local import LocalFile
-from lazymerge.files.pickle_records import Global, Meaning, Record
+from lazymerge.files.pickle_records import Global, Record
 from lazymerge.files.region import Region
 
 MAX_DIMS = 64  # torch itself stops there
@@ -162,11 +162,15 @@ class TensorReader:
         raise DamagedFile(f"{self.name}: a torch.Size that is no shape", _COPY_AGAIN)
 
     def tensor(self, args: tuple[Any, ...]) -> object:
+        if len(args) >= 7 and args[6]:  # {"conj": True} or {"neg": True}: the bytes are not its values
+            return Record(Global("torch._utils", "_rebuild_tensor_v2_with_metadata"), args)
         if len(args) >= 4 and type(args[0]) is Storage:
             return self.checked(args[0], args[0].dtype, args[1], args[2], args[3])
         return self.recorded("_rebuild_tensor_v2", args)
 
     def tensor_v3(self, args: tuple[Any, ...]) -> object:
+        if len(args) >= 8 and args[7]:
+            return Record(Global("torch._utils", "_rebuild_tensor_v3_with_metadata"), args)
         if len(args) >= 7 and type(args[0]) is Storage and type(args[6]) is DType:
             return self.checked(args[0], args[6], args[1], args[2], args[3])
         return self.recorded("_rebuild_tensor_v3", args)

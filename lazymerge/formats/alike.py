@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lazymerge.boxes import Shape
-from lazymerge.errors import DamagedFile, InconsistentCheckpoint
+from lazymerge.errors import DamagedFile
 from lazymerge.files.dtype import DType
 from lazymerge.files.local import LocalFile
 from lazymerge.files.region import Region
@@ -66,7 +66,6 @@ class _Stored:
     entry: Plain | Distributed
     key: str
     inside: int  # bytes from the start of the storage
-    extent: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,21 +81,14 @@ class Template:
     def read(self, file: LocalFile, rank: int, zipped: ZippedObject) -> list[tuple[str, Entry]] | None:
         """The entries of another rank's file by its template; None if the file is not like it.
 
-        Raises `InconsistentCheckpoint` if the file was written by another rank, and `DamagedFile` if a
-        storage is smaller than its tensor.
+        Raises `DamagedFile` if a storage is smaller than its tensor.
         """
         other = np.frombuffer(zipped.pickled, np.uint8)
         if other.size != self.pickled.size or np.any((other != self.pickled) & ~self.may_differ):
             return None
-        for site in self.rank:
-            if (recorded := _number(other, site)) != rank:
-                raise InconsistentCheckpoint(
-                    f"{file.path}: written by rank {recorded}, but named for rank {rank}",
-                    "give the files the names that they were saved under",
-                )
         coordinate = tuple(_number(other, site) for site in self.coordinate)
-        if not self._on_mesh(coordinate):
-            return None  # the full reader says what is wrong
+        if any(_number(other, site) != rank for site in self.rank) or not self._on_mesh(coordinate):
+            return None  # the full reader says what is wrong, if something is
         return [(stored.name, _moved(stored, file, coordinate, zipped)) for stored in self.entries]
 
     def _on_mesh(self, coordinate: Shape) -> bool:
@@ -130,15 +122,16 @@ def _stored(name: str, entry: Entry, value: object) -> _Stored | None:
     if tensor is None or not on_mesh or not isinstance(entry, Plain | Distributed):
         return None
     inside = tensor.offset * tensor.dtype.itemsize
-    return _Stored(name, entry, tensor.storage.key, inside, entry.region.extent)
+    return _Stored(name, entry, tensor.storage.key, inside)
 
 
 def _moved(stored: _Stored, file: LocalFile, coordinate: Shape, zipped: ZippedObject) -> Entry:
     """The template's entry as it is in another rank's file."""
     offset, size = zipped.locate(stored.key)
-    if stored.inside + stored.extent > size:
+    needed = stored.inside + stored.entry.region.extent
+    if needed > size:
         raise DamagedFile(
-            f"{file.path}: storage {stored.key!r} has {size} bytes, expected {stored.inside + stored.extent}",
+            f"{file.path}: storage {stored.key!r} has {size} bytes, expected {needed}",
             "the file is truncated or overwritten; copy it again",
         )
     old = stored.entry.region

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 from typing import TypeVar
 
 from lazymerge.boxes import Box, Piece, Shape
 from lazymerge.checkpoint import Copy
 from lazymerge.errors import InconsistentCheckpoint, UnsupportedCheckpoint
+from lazymerge.files.dtype import DType
 from lazymerge.files.region import Region
 from lazymerge.formats.entries import Distributed, Entry, Plain, Sharded
 from lazymerge.formats.placement import Layout, Partial, Shard, box_of, cuts
-from lazymerge.gather import Gather, Shards, of_region
+from lazymerge.gather import Constant, Gather, Shards, of_region
+from lazymerge.tiling import check
+
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+SUMMED = (*FLOATS, "int64", "int32", "int16", "int8", "uint8", "complex64", "complex128")
+"""Element types of partial values that are summed; averages are of the first four only."""
 
 T = TypeVar("T")
 
@@ -108,18 +113,11 @@ def _sharded(name: str, entries: list[tuple[int, Sharded]]) -> Assembled:
         for box in sorted(described)
         if box.numel and box not in held
     )
-    if not held:
-        return Assembled(_empty(name, shape, entries), missing, ())
-    dtype = next(iter(held.values())).dtype
     pieces = [Piece(box.start, region) for box, region in held.items() if box.numel]
-    return Assembled(Shards(shape, dtype, partial(iter, tuple(pieces))), missing, tuple(copies))
-
-
-def _empty(name: str, shape: Shape, entries: list[tuple[int, Sharded]]) -> Gather:
-    raise InconsistentCheckpoint(
-        f"{name}: a ShardedTensor of shape {shape} of which none of {len(entries)} ranks holds a shard",
-        "rank files are missing; pass every folder that holds ranks of this save",
-    )
+    gather = Shards(shape, entries[0][1].dtype, Constant(pieces))
+    if not missing:
+        check(name, gather)  # the metadata itself may leave holes
+    return Assembled(gather, missing, tuple(copies))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +162,10 @@ def _distributed(name: str, entries: list[tuple[int, Distributed]], fsdp_version
         if coordinate not in regions and box_of(layout, coordinate).numel
     )
     held = _Held(layout, regions)
-    if any(isinstance(placement, Partial) for placement in layout.placements):
-        return Assembled(_summed(name, held), missing, tuple(copies))
     dtype = entries[0][1].region.dtype
+    if any(isinstance(placement, Partial) for placement in layout.placements):
+        partial = Shards(layout.shape, dtype, held.pieces) if missing else _summed(name, held, dtype)
+        return Assembled(partial, missing, tuple(copies))
     return Assembled(Shards(layout.shape, dtype, held.pieces), missing, tuple(copies))
 
 
@@ -241,8 +240,8 @@ def _agreed(name: str, values: Iterable[tuple[int, T]], what: str) -> T:
     return first
 
 
-def _summed(name: str, held: _Held) -> Gather:
-    """A tensor's partial values, put together in the order of their mesh coordinates."""
+def _summed(name: str, held: _Held, dtype: DType) -> Gather:
+    """A tensor's partial values, put together in the order of the ranks."""
     from lazymerge.compute import total
 
     layout = held.layout
@@ -253,13 +252,17 @@ def _summed(name: str, held: _Held) -> Gather:
             "only sums and averages are put together; call full_tensor() before saving",
         )
     summands: dict[Shape, dict[Shape, Region]] = {}
-    for coordinate, region in sorted(held.regions.items()):
+    for coordinate, region in held.regions.items():  # in the order of the ranks
         summand = tuple(
             at
             for at, placement in zip(coordinate, layout.placements, strict=True)
             if isinstance(placement, Partial)
         )
         summands.setdefault(summand, {})[coordinate] = region
-    dtype = next(iter(held.regions.values())).dtype
+    if not (operations == {"sum"} and dtype.name in SUMMED) and dtype.name not in FLOATS:
+        raise UnsupportedCheckpoint(
+            f"{name}: {dtype} values to be reduced by {' and '.join(sorted(operations))}",
+            "torch has no such sum; call full_tensor() before saving",
+        )
     parts = [Shards(layout.shape, dtype, _Held(layout, regions).pieces) for regions in summands.values()]
     return total(parts, average=operations == {"avg"})

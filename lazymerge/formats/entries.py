@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 
 from lazymerge.boxes import Box, Piece, Shape
 from lazymerge.errors import DamagedFile, UnsupportedCheckpoint
+from lazymerge.files.dtype import DType
 from lazymerge.files.inert_pickle import Global, Record
 from lazymerge.files.region import Region
 from lazymerge.files.torch_file import StoredTensor
@@ -47,6 +48,7 @@ class Sharded:
     """A ShardedTensor: the boxes that this rank holds, and those that anybody holds."""
 
     shape: Shape
+    dtype: DType
     pieces: tuple[Piece, ...]
     boxes: frozenset[Box]
 
@@ -130,6 +132,10 @@ class EntryReader:
         metadata = state[1].attrs()
         shape = metadata.get("size")
         described = metadata.get("shards_metadata")
+        inner = record.args[2]
+        dtype = inner[1] if isinstance(inner, tuple) and len(inner) > 1 else None
+        if not isinstance(dtype, DType):
+            raise _odd(file, name, "a ShardedTensor without a dtype")
         if not is_shape(shape) or not isinstance(described, list) or not isinstance(state[0], list):
             raise _odd(file, name, "a ShardedTensor without shards and metadata")
         pieces = []
@@ -142,7 +148,9 @@ class EntryReader:
         boxes = [_box(shard, len(shape)) for shard in described]
         if None in boxes:
             raise _odd(file, name, "a ShardedTensor with damaged metadata")
-        return Sharded(shape, tuple(pieces), self._once(frozenset(box for box in boxes if box is not None)))
+        return Sharded(
+            shape, dtype, tuple(pieces), self._once(frozenset(box for box in boxes if box is not None))
+        )
 
 
 def local_tensor(value: object) -> StoredTensor | None:
@@ -205,13 +213,24 @@ def _placement(file: str, name: str, record: object, rank: int) -> Placement:
         return Replicate()
     if kind in {"Partial", "_Partial"}:
         operation = attrs.get("reduce_op", "sum")
-        if isinstance(operation, Record):  # 2.1 pickled torch.distributed.ReduceOp.RedOpType
-            operation = "sum"
-        return Partial(str(operation))
+        return Partial(operation if isinstance(operation, str) else _red_op(operation))
     raise UnsupportedCheckpoint(
         f"{name} in {file}: unknown placement {kind or type(record).__name__}",
         "it was written by a newer torch or a plugin; report it with the versions that wrote it",
     )
+
+
+def _red_op(operation: object) -> str:
+    """The name of a c10d ``ReduceOp.RedOpType``, which torch up to 2.3 pickled with its number."""
+    if isinstance(operation, Record):
+        numbers = [n for n in (operation.state, *operation.args) if type(n) is int]
+        if len(numbers) == 1 and 0 <= numbers[0] < len(_RED_OPS):
+            return _RED_OPS[numbers[0]]
+    return "an unknown operation"
+
+
+_RED_OPS = ("sum", "avg", "product", "min", "max")
+"""c10d's enumeration, in its order (torch/csrc/distributed/c10d/Types.hpp)."""
 
 
 def _shard_order(order: object, rank: int, mesh_rank: int) -> tuple[tuple[int, tuple[int, ...]], ...] | None:

@@ -16,6 +16,7 @@ from lazymerge.formats.entries import Distributed, Entry, EntryReader
 from lazymerge.formats.rank_sets import RankSet
 
 _WRAPPERS = ("model", "state_dict", "module", "model_state_dict")
+_MAX_WRAPPERS = 3
 
 ALIKE_FROM = 16
 """Rank files from which on it pays to look for what they have in common."""
@@ -97,6 +98,7 @@ class _FileReader:
         for name, item in state.items():
             entry = self._entries.read(file.name, rank, name, item) if isinstance(name, str) else None
             if entry is None:
+                _refuse_hidden(file, name, item)
                 self._found.left_out[str(name)[:200]] = f"no tensor but {_kind(item)}"
             else:
                 entries.append((name, entry))
@@ -104,16 +106,14 @@ class _FileReader:
         return state, entries
 
 
-def _state_dict(file: LocalFile, value: object, found: Found) -> dict[Any, Any]:
-    """The state dict, taken out of what it is wrapped in."""
+def _state_dict(file: LocalFile, value: object, found: Found, depth: int = 0) -> dict[Any, Any]:
+    """The state dict, taken out of what it is wrapped in; what stands beside it is noted as left out."""
     if not isinstance(value, dict):
         raise UnsupportedCheckpoint(
             f"{file.path}: holds {_kind(value)}, expected a state dict",
             "save model.state_dict(), not the model",
         )
-    if any(isinstance(item, StoredTensor) for item in value.values()) or any(map(_is_tensor, value.values())):
-        return value
-    wrapped = [key for key in _WRAPPERS if isinstance(value.get(key), dict) and value[key]]
+    wrapped = [key for key in _WRAPPERS if _holds_tensors(value.get(key), depth + 1)]
     if len(wrapped) > 1:
         raise AmbiguousCheckpoint(
             f"{file.path}: holds state dicts under {' and '.join(wrapped)}", "save only one of them"
@@ -123,7 +123,34 @@ def _state_dict(file: LocalFile, value: object, found: Found) -> dict[Any, Any]:
     for key in value:
         if key != wrapped[0]:
             found.left_out[str(key)[:200]] = "beside the state dict"
-    return _state_dict(file, value[wrapped[0]], found)
+    return _state_dict(file, value[wrapped[0]], found, depth + 1)
+
+
+def _holds_tensors(value: object, depth: int) -> bool:
+    """Whether a value is a dict with tensors in it, or one that such a dict is wrapped in."""
+    if not isinstance(value, dict) or depth > _MAX_WRAPPERS:
+        return False
+    if any(isinstance(item, StoredTensor) or _is_tensor(item) for item in value.values()):
+        return True
+    return any(_holds_tensors(value.get(key), depth + 1) for key in _WRAPPERS)
+
+
+def _refuse_hidden(file: LocalFile, name: object, value: object) -> None:
+    """Refuse to leave out what holds tensors, but for the extra state of modules, which is none of theirs."""
+    if isinstance(name, str) and name.rpartition(".")[2] == "_extra_state":
+        return
+    if _any_tensor(value, _MAX_WRAPPERS):
+        raise UnsupportedCheckpoint(
+            f"{str(name)[:200]!r} in {file.path}: {_kind(value)} with tensors where a tensor is expected",
+            "save a flat state dict: names to tensors",
+        )
+
+
+def _any_tensor(value: object, depth: int) -> bool:
+    if isinstance(value, StoredTensor) or _is_tensor(value):
+        return True
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return depth > 0 and any(_any_tensor(item, depth - 1) for item in inside)
 
 
 def _is_tensor(value: object) -> bool:

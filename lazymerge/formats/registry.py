@@ -15,6 +15,7 @@ from typing import Protocol
 
 from lazymerge.checkpoint import Checkpoint
 from lazymerge.errors import NotACheckpoint, SourceError
+from lazymerge.formats.locate import locate
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,23 +62,27 @@ def open_checkpoint(sources: Sequence[str | os.PathLike[str]], options: OpenOpti
     Raises `SourceError` for paths that cannot be read and `NotACheckpoint`, listing what was looked
     for, where no format knows them.
     """
-    from lazymerge.formats.locate import locate
-
     paths = [Path(source) for source in sources]
     for path in paths:
         _check_readable(path)
-    for known in formats():
+    known_formats = formats()
+    for known in known_formats:
         located = [locate(path, options.component, known.recognises) for path in paths]
         if all(located):
             places = [place for place in located if place is not None]
             checkpoint = known.open([place.path for place in places], options)
             notes = tuple(note for place in places for note in place.notes)
             return checkpoint.with_notes(*notes).with_sidecars(*paths)
+    unknown = next((path for path in paths if not _is_known(path, known_formats, options)), paths[0])
     raise NotACheckpoint(
-        f"{paths[0]}: {_described(paths[0])}",
+        f"{unknown}: {_described(unknown)}",
         "looked here, in global_step_N and in actor or critic for: "
         + "; ".join(f"{known.looks_for} ({known.name})" for known in formats()),
     )
+
+
+def _is_known(path: Path, known: Sequence[Format], options: OpenOptions) -> bool:
+    return any(locate(path, options.component, each.recognises) is not None for each in known)
 
 
 def sidecar_folders(paths: Sequence[Path], options: OpenOptions) -> tuple[Path, ...]:
