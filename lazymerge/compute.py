@@ -260,8 +260,12 @@ class Computed:
 
 
 def _finite(values: torch.Tensor) -> bool:
-    """Whether all are finite: one pass, where `isinf(...).any()` takes ten times as long."""
-    return not values.numel() or bool(torch.isfinite(torch.stack(torch.aminmax(values))).all())
+    """Whether all are finite; False also where only their sum is not, which the caller looks into.
+
+    A sum that meets an infinity or a NaN never becomes finite again, and it is three times as fast as
+    looking for the largest value, fifty times as fast as `isfinite`.
+    """
+    return bool(torch.isfinite(values.sum()))
 
 
 def _held(operand: Gather, nbytes: int) -> int:
