@@ -19,6 +19,7 @@ import functools
 import math
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -199,10 +200,12 @@ class Computed:
         done = 0
         for box in boxes_of_run(first, target.numel(), self.shape):
             part = target[done : done + box.numel]
-            block = _read_reusing(operand, box)
-            part.copy_(block.view(-1))
-            if self.checked is not None and not _finite(part):
-                self._refuse_overflow(block.view(-1), part)
+            with _borrowed(box.numel * operand.dtype.itemsize) as raw:
+                fill(operand, box, raw.numpy().data, SCRATCH)
+                block = raw.view(torch_dtype(operand.dtype))
+                part.copy_(block)
+                if self.checked is not None and not _finite(part):
+                    self._refuse_overflow(block, part)
             done += box.numel
 
     def _blocks(self, box: Box) -> Iterator[memoryview]:
@@ -312,18 +315,22 @@ def read(gather: Gather, window: Box | None = None) -> torch.Tensor:
     return raw.view(dtype).view(window.shape)
 
 
-_reused = threading.local()
+_spare = threading.local()
 
 
-def _read_reusing(gather: Gather, window: Box) -> torch.Tensor:
-    """As `read`, into memory that the thread's next call uses again: fresh pages cost as much as a cast."""
-    nbytes = window.numel * gather.dtype.itemsize
-    raw = getattr(_reused, "raw", None)
+@contextmanager
+def _borrowed(nbytes: int) -> Iterator[torch.Tensor]:
+    """Bytes that the thread's next call uses again: fresh pages cost as much as a cast.
+
+    While they are lent the thread has none to spare, so that a cast of a cast gets its own.
+    """
+    raw: torch.Tensor | None = _spare.__dict__.pop("raw", None)
     if raw is None or not nbytes <= raw.numel() <= max(4 * nbytes, SCRATCH):
-        raw = _reused.raw = torch.empty(nbytes, dtype=torch.uint8)
-    raw = raw[:nbytes]
-    fill(gather, window, raw.numpy().data, SCRATCH)
-    return raw.view(torch_dtype(gather.dtype)).view(window.shape)
+        raw = torch.empty(nbytes, dtype=torch.uint8)
+    try:
+        yield raw[:nbytes]
+    finally:
+        _spare.raw = raw
 
 
 def read_blocks(gather: Gather, max_bytes: int) -> Iterator[tuple[Box, torch.Tensor]]:

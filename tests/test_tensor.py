@@ -284,3 +284,11 @@ def test_a_product_over_several_blocks_of_rows():
     for rows in (1, 1000, 1500):
         _, (_, block), *_ = islice(product.blocks(rows * 512 * 4), 2)
         assert torch.equal(block, whole[rows : 2 * rows])
+
+
+def test_casts_of_casts():
+    """Each has its own memory while both are at work."""
+    truth = torch.randn(3000, 7)
+    once = lazy(truth).to(torch.float64)
+    assert_same(once.to(torch.float32).to(torch.bfloat16), truth.to(torch.bfloat16))
+    assert_same(once.to(torch.float16) + once.to(torch.float16), truth.to(torch.float16) * 2)
