@@ -3,7 +3,7 @@
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # pip does not like company in one environment
-.PHONY: help demo test test-all lint check bench docs format clean
+.PHONY: help demo test test-slow test-all lint check bench docs format clean
 
 # python3.11 is what constraints.txt was made for; any python3 that is newer may do.
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
@@ -25,8 +25,10 @@ demo: $(VENV)/.test ## save a model with FSDP2 on four ranks, merge it, compare 
 test: $(VENV)/.test ## the tests, but for the slow ones
 	$(PYTEST) $(ARGS)
 
-test-all: $(VENV)/.test ## the tests, slow ones included
-	$(PYTEST) -m 'slow or not slow' $(ARGS)
+test-slow: $(VENV)/.test ## the slow ones
+	$(PYTEST) -m slow $(ARGS)
+
+test-all: test test-slow ## all tests
 
 lint: $(VENV)/.dev ## format, lint, types, floors; changes nothing
 	$(RUN) ruff format --check .

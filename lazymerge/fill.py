@@ -35,7 +35,7 @@ def raw_array(shape: Shape, itemsize: int, buffer: memoryview | None = None) -> 
 def fill(gather: Gather, window: Box, buffer: memoryview, limit: int) -> None:
     """Fill `buffer` with the elements of `window`, row-major; at most `limit` bytes of scratch.
 
-    `buffer` holds exactly the window's bytes. The pieces must have passed `gather.check`: what no
+    `buffer` holds exactly the window's bytes. The pieces must have passed `tiling.check`: what no
     piece covers stays as it was. Raises what the sources' reads raise.
     """
     if window.numel == 0:

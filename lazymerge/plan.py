@@ -118,7 +118,7 @@ def make_plan(
 
     `max_shard_size` is in bytes and applies to safetensors; a ``bin`` is always one file. Raises
     `PlanError` if there is nothing to write or a dtype has no place in the format, and what
-    `lazymerge.gather.check` raises.
+    `lazymerge.tiling.check` raises.
     """
     if not gathers:
         raise PlanError("no tensor is left to write", "check --include and --exclude")

@@ -130,11 +130,16 @@ def test_a_dtype_that_safetensors_has_not(tmp_path, out, name):
     assert_same_model(out, {"fine": torch.ones(2)})
 
 
-@pytest.mark.parametrize("workers", [1, 4])
-def test_the_same_bytes_whatever_the_workers(checkpoint, tmp_path, workers):
-    made = checkpoint("fsdp2-tp-uneven")
-    for folder, count in (("one", 1), ("other", workers)):
-        lazymerge.merge(made.root, tmp_path / folder, max_workers=count, max_shard_size="20KB")
+@pytest.mark.parametrize("options", [{}, {"dtype": "bf16"}, {"output_format": "bin"}], ids=str)
+@pytest.mark.parametrize("kind", ["small", "large"])
+def test_the_same_bytes_whatever_the_workers(checkpoint, tmp_path, kind, options):
+    """Small tensors go through buffers, large ones through the kernel, both when they are cast."""
+    src = checkpoint("fsdp2-tp-uneven").root
+    if kind == "large":
+        tensors = {f"w{i}": torch.randn(700 + i, 1000) for i in range(6)}
+        src = source(tmp_path / "src", {**tensors, "t": torch.randn(500, 900).t()})
+    for folder, count in (("one", 1), ("other", 4)):
+        lazymerge.merge(src, tmp_path / folder, max_workers=count, max_shard_size="5MB", **options)
     files = sorted(path.name for path in (tmp_path / "one").iterdir())
     assert files == sorted(path.name for path in (tmp_path / "other").iterdir())
     for name in files:
