@@ -310,3 +310,14 @@ def test_an_unknown_folder_among_several_is_the_one_that_is_named(four, tmp_path
     (tmp_path / "empty").mkdir()
     with refused(NotACheckpoint, str(tmp_path / "empty"), "empty folder", dst=out):
         lazymerge.merge([four.root, tmp_path / "empty"], out)
+
+
+def test_the_file_of_one_rank(four, out):
+    with refused(IncompleteCheckpoint, "rank 2 alone", str(four.leaf), dst=out):
+        lazymerge.merge(four.rank_file(2), out)
+
+
+def test_the_file_of_the_only_rank(checkpoint, out):
+    made = checkpoint("fsdp2-one-rank")
+    lazymerge.merge(made.rank_file(0), out)
+    assert_same_model(out, made.truth, tied=tied_away(made))

@@ -69,6 +69,7 @@ def choose_ranks(paths: Sequence[Path], world_size: int | None, notes: list[Note
     decides between several, and `IncompleteCheckpoint` where the one that was named is not there.
     """
     if len(paths) == 1 and paths[0].is_file():
+        _refuse_one_rank(paths[0])
         return RankSet(paths[0].name, 1, {0: paths[0]})
     if len(paths) > 1:
         _refuse_full(paths)
@@ -98,6 +99,15 @@ def choose_ranks(paths: Sequence[Path], world_size: int | None, notes: list[Note
         if full is not None:
             notes.append(Note("warning", f"taking {chosen}; {full} beside it was left alone"))
     return chosen
+
+
+def _refuse_one_rank(path: Path) -> None:
+    """A rank's file alone looks like a full state dict where its tensors are plain."""
+    match = next((m for pattern in _RANKED if (m := pattern.fullmatch(path.name))), None)
+    if match is not None and match.groupdict().get("world") != "1":
+        raise IncompleteCheckpoint(
+            f"{path}: the file of rank {match['rank']} alone", f"give the folder of all ranks, {path.parent}"
+        )
 
 
 def _refuse_full(paths: Sequence[Path]) -> None:
