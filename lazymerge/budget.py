@@ -66,12 +66,17 @@ def spend(max_ram: int | None, workers: int, tensors: Iterable[PlannedTensor]) -
     culprit = ""
     if computed:
         costliest = max(computed, key=lambda tensor: _extra(tensor, SMALLEST_BLOCK))
-        culprit = f"; {costliest.name} alone takes {_extra(costliest, SMALLEST_BLOCK) / 1e6:.0f} MB"
+        culprit = f"; {costliest.name} alone takes {_megabytes(_extra(costliest, SMALLEST_BLOCK))}"
     raise BudgetError(
-        f"a budget of {budget / 1e6:.0f} MB is too small: this merge takes at least {least / 1e6:.0f} MB"
-        f" ({base / 1e6:.0f} MB of them are the interpreter and the plan{culprit})",
+        f"a budget of {budget // 10**6} MB is too small: this merge takes at least {_megabytes(least)}"
+        f" ({base // 10**6} MB of them are the interpreter and the plan{culprit})",
         f"give --max-ram {-(-least // 10**6)}MB or more",
     )
+
+
+def _megabytes(nbytes: int) -> str:
+    """Rounded up: what is said to be enough has to be."""
+    return f"{-(-nbytes // 10**6)} MB"
 
 
 def _per_worker(block: int, computed: Iterable[PlannedTensor]) -> int:

@@ -103,7 +103,7 @@ def talk_options(command: Command) -> Command:
     metavar="SIZE",
     default="5GB",
     show_default=True,
-    help="Size of a weight file at most.",
+    help="Size of a weight file at most; a larger tensor has a file of its own.",
 )
 @click.option(
     "--output-format",

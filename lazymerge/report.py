@@ -146,13 +146,14 @@ def make_report(
         notes=(*checkpoint.notes, *sidecars.notes),
         left_out=checkpoint.left_out,
         resumed=resumed,
-        how_to_load=_how_to_load(destination, plan, sidecars),
+        how_to_load=_how_to_load(destination, plan, sidecars, checkpoint),
     )
 
 
-def _how_to_load(destination: Path, plan: Plan, sidecars: Sidecars) -> str:
-    """A line of Python that loads the result."""
-    if sidecars.config is None:
+def _how_to_load(destination: Path, plan: Plan, sidecars: Sidecars, checkpoint: Checkpoint) -> str:
+    """A line of Python that loads the result, or its first file where it is no whole model."""
+    partial = any("--include" in reason or "--exclude" in reason for reason in checkpoint.left_out.values())
+    if sidecars.config is None or partial:
         file = plan.files[0].name
         if file.endswith(".bin"):
             return f"torch.load({str(destination / file)!r}, weights_only=True, mmap=True)"

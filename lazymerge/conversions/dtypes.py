@@ -24,14 +24,14 @@ def parse_dtype(name: str) -> DType:
 
 def cast_to(checkpoint: Checkpoint, dtype: DType) -> Checkpoint:
     """The checkpoint with its floating-point tensors in `dtype`; the others as they are."""
-    from lazymerge.compute import cast
-
     gathers, kept = {}, []
     for name, gather in checkpoint.gathers.items():
         floating = gather.dtype.name in FLOATS
         if floating and name.rpartition(".")[2] in KEPT and dtype.itemsize < gather.dtype.itemsize:
             kept.append(name)
-        elif floating:
+        elif floating and gather.dtype is not dtype:
+            from lazymerge.compute import cast  # torch, only where there is something to cast
+
             gather = cast(gather, dtype, name)
         gathers[name] = gather
     notes = (

@@ -84,7 +84,7 @@ class _Tensors:
             name = next(iter(self.missing))
             what = f"{name}: {self.missing[name][0]} is not here"
             if len(self.missing) > 1:
-                what += f", nor all of {len(self.missing) - 1} other tensors"
+                what += f", and {len(self.missing) - 1} more tensors are incomplete"
             if not lost:
                 raise IncompleteCheckpoint(
                     f"{what}, though all {world} rank files are",
