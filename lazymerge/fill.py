@@ -63,8 +63,27 @@ def _copy(target: NDArray[np.generic], region: Region, limit: int) -> None:
         steps = [stride * itemsize for stride in region.strides]
         target[...] = np.ndarray(region.shape, target.dtype, scratch, 0, steps)
         return
+    if len(region.shape) == 2 and region.strides[1] == 1:
+        _copy_runs(target, region, limit)
+        return
     for part, smaller in _split(target, region, limit):
         _copy(part, smaller, limit)
+
+
+def _copy_runs(target: NDArray[np.generic], region: Region, limit: int) -> None:
+    """Copy a region of far-apart runs: a read for each, and one copy for as many as fit the limit."""
+    count, width = region.shape
+    run = width * region.dtype.itemsize
+    step = region.strides[0] * region.dtype.itemsize
+    together = max(1, min(count, limit // run))
+    scratch = np.empty((together, width), target.dtype)
+    buffer = _bytes_of(scratch)
+    for first in range(0, count, together):
+        rows = min(together, count - first)
+        for row in range(rows):
+            at = region.offset + (first + row) * step
+            region.source.read_into(at, buffer[row * run : (row + 1) * run])
+        target[first : first + rows] = scratch[:rows]
 
 
 def _simplify(target: NDArray[np.generic], region: Region) -> tuple[NDArray[np.generic], Region]:

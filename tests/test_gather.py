@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lazymerge import fill as fill_module
 from lazymerge.boxes import Box, Piece
 from lazymerge.errors import IncompleteCheckpoint, InconsistentCheckpoint
 from lazymerge.files.dtype import DTYPES
@@ -140,11 +141,19 @@ STEPS = [_narrow, _select, _permute, _view, _unsqueeze, _squeeze, _cat, _expand]
 
 
 @settings(max_examples=400, deadline=None)
-@given(chains(), st.sampled_from([4, 20, 100, 10**6]), st.sampled_from([4, 16, 64, 10**6]))
-def test_chains_are_what_numpy_says(chain, block, limit):
+@given(
+    chains(),
+    st.sampled_from([4, 20, 100, 10**6]),
+    st.sampled_from([4, 16, 64, 10**6]),
+    st.sampled_from([0, 8, 16 << 10]),
+)
+def test_chains_are_what_numpy_says(chain, block, limit, gap):
+    """Whatever the blocks, the scratch, and the gap from which on runs are read one by one."""
     gather, array = chain
     check("t", gather)
-    np.testing.assert_array_equal(content(gather, block, limit), array)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fill_module, "_GAP", gap)
+        np.testing.assert_array_equal(content(gather, block, limit), array)
 
 
 @settings(max_examples=200, deadline=None)
