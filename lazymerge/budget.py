@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 
 from lazymerge.errors import BudgetError
+from lazymerge.fill import SCRATCH
 from lazymerge.plan import PlannedTensor
 
 DEFAULT = 2 * 10**9
@@ -29,7 +30,7 @@ LARGEST_COMPUTED_BLOCK = 1 << 20
 """Where something is computed: larger blocks leave the processor's cache and are no faster."""
 
 SMALLEST_BLOCK = 256 << 10
-SLACK = 12 << 20
+SLACK = 6 << 20
 """Bytes for what the interpreter allocates while it works: descriptors, pieces, threads."""
 
 
@@ -80,7 +81,7 @@ def _megabytes(nbytes: int) -> str:
 
 
 def _per_worker(block: int, computed: Iterable[PlannedTensor]) -> int:
-    return 2 * block + max((_extra(tensor, block) for tensor in computed), default=0)
+    return block + min(block, SCRATCH) + max((_extra(tensor, block) for tensor in computed), default=0)
 
 
 def _extra(tensor: PlannedTensor, block: int) -> int:

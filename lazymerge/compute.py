@@ -29,12 +29,9 @@ from lazymerge.boxes import Box, Shape
 from lazymerge.errors import PlanError
 from lazymerge.files.dtype import DTYPES, DType
 from lazymerge.files.region import Region, contiguous_strides
-from lazymerge.fill import fill, windows
+from lazymerge.fill import SCRATCH, fill, windows
 from lazymerge.gather import Computation, Gather, bytes_read, computations, of_region
 from lazymerge.reshape import boxes_of_run
-
-SCRATCH = 1 << 20
-"""Bytes of scratch for reading the pieces of an operand."""
 
 _ROWS_BLOCK = 4 << 20
 """Bytes of result and first operand that an operator by rows holds at a time, whatever the budget."""

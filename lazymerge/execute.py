@@ -21,7 +21,7 @@ from lazymerge.boxes import Box, Piece, Shape
 from lazymerge.files.copying import Copier, start_writeback, write_all
 from lazymerge.files.local import LocalFile
 from lazymerge.files.region import contiguous_strides
-from lazymerge.fill import fill, windows
+from lazymerge.fill import SCRATCH, fill, windows
 from lazymerge.plan import SMALLEST_RUN, OutputFile, PlannedTensor, run_of
 
 FORGOTTEN_FROM = 1 << 20
@@ -110,7 +110,7 @@ def _work(queue: _Queue, copier: Copier, block: int, on_bytes: Callable[[int], N
                 if len(buffer) < step.size:
                     buffer = bytearray(step.size)
                 with memoryview(buffer)[: step.size] as view:
-                    fill(step.tensor.gather, step.window, view, block)
+                    fill(step.tensor.gather, step.window, view, min(block, SCRATCH))
                     write_all(copier.target, copier.name, view, step.at)
                 if step.is_last and step.tensor.nbytes >= FORGOTTEN_FROM:
                     _forget(step.tensor)

@@ -21,6 +21,9 @@ from lazymerge.gather import Gather
 # Reading a gap of this many bytes costs about as much as another read call.
 _GAP = 16 * 1024
 
+SCRATCH = 1 << 20
+"""Bytes of scratch that a worker of a merge reads strided pieces through."""
+
 _RAW = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 """Arrays that hold elements as mere bytes, by item size."""
 

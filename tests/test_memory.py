@@ -104,3 +104,12 @@ def test_a_large_tokenizer_is_not_held(tmp_path):
     (folder / "tokenizer.json").write_text('{"v": "' + "x" * (100 << 20) + '"}')
     merge_limited(src=folder, dst=tmp_path / "out")
     assert filecmp.cmp(folder / "tokenizer.json", tmp_path / "out" / "tokenizer.json", shallow=False)
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "bf16"}, {"output_format": "bin"}], ids=str)
+def test_the_peak_is_what_was_predicted(rows, tmp_path, options):
+    measured = merge_limited(
+        room=1 << 30, torch="dtype" in options, src=rows.root, dst=tmp_path / "out", **options
+    )
+    assert measured["peak"] <= measured["predicted"] * 1.05
+    assert measured["predicted"] <= measured["peak"] * 1.2
