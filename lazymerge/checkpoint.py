@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lazymerge.files.local import LocalFile
 from lazymerge.files.region import Region
@@ -60,6 +60,7 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
     left_out    what of the source is not among the gathers -> why
     copies      makes the pairs of regions that should be equal (replicas); read only when asked
     files       the files that were opened; a resumed merge checks that they are still the same
+    settings    what the trainer recorded of its own arguments (Megatron's args), as plain values
     """
 
     gathers: dict[str, Gather]
@@ -70,6 +71,7 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
     left_out: dict[str, str] = field(default_factory=dict)
     copies: Callable[[], Iterator[Copy]] = _no_copies
     files: tuple[LocalFile, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> LazyTensor:
         from lazymerge.tensor import LazyTensor
