@@ -225,6 +225,7 @@ def _write(prepared: _Prepared, destination: Destination, spending: Spending, me
                 file,
                 target,
                 block=spending.block,
+                scattered=spending.scattered,
                 workers=spending.workers,
                 on_bytes=partial(meter.add, "write", total, file.name),
             )

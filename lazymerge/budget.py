@@ -29,6 +29,9 @@ LARGEST_BLOCK = 4 << 20
 LARGEST_COMPUTED_BLOCK = 1 << 20
 """Where something is computed: larger blocks leave the processor's cache and are no faster."""
 
+LARGEST_SCATTERED_BLOCK = 32 << 20
+"""Where larger blocks are read in longer runs, as of a tensor that is transposed."""
+
 SMALLEST_BLOCK = 256 << 10
 SLACK = 6 << 20
 """Bytes for what the interpreter allocates while it works: descriptors, pieces, threads."""
@@ -38,11 +41,13 @@ SLACK = 6 << 20
 class Spending:
     """How much a merge may use: workers, and the bytes of the block that each of them moves at a time.
 
-    `peak` is the predicted resident memory of the process in bytes.
+    `scattered` is the block of tensors that are read in longer runs then; `peak` is the predicted resident
+    memory of the process in bytes.
     """
 
     workers: int
     block: int
+    scattered: int
     peak: int
 
 
@@ -61,7 +66,7 @@ def spend(max_ram: int | None, workers: int, tensors: Iterable[PlannedTensor]) -
         while block >= SMALLEST_BLOCK:
             peak = base + count * _per_worker(min(block, filled), computed)
             if peak <= budget:
-                return Spending(count, block, peak)
+                return _with_long_runs(Spending(count, block, block, peak), budget, base, tensors)
             block //= 2
     least = base + _per_worker(min(SMALLEST_BLOCK, filled), computed)
     culprit = ""
@@ -75,6 +80,26 @@ def spend(max_ram: int | None, workers: int, tensors: Iterable[PlannedTensor]) -
     )
 
 
+def _with_long_runs(spent: Spending, budget: int, base: int, tensors: list[PlannedTensor]) -> Spending:
+    """With the largest blocks for scattered tensors that what is left of the budget allows."""
+    scattered = LARGEST_SCATTERED_BLOCK
+    tensors = [tensor for tensor in tensors if tensor.long_runs_from > spent.block]
+    while tensors and scattered > spent.block:
+        most = max(_of_scattered(tensor, spent.block, scattered) for tensor in tensors)
+        peak = max(spent.peak, base + spent.workers * most)
+        if peak <= budget:
+            return Spending(spent.workers, spent.block, scattered, peak)
+        scattered //= 2
+    return spent
+
+
+def _of_scattered(tensor: PlannedTensor, block: int, scattered: int) -> int:
+    """Bytes that a worker takes for a block of a scattered tensor."""
+    size = min(tensor.block(block, scattered), tensor.nbytes)
+    computing = [source.working_set(min(size, source.size)) for source in tensor.computed]
+    return size + SCRATCH + max(computing, default=0)
+
+
 def _megabytes(nbytes: int) -> str:
     """Rounded up: what is said to be enough has to be."""
     return f"{-(-nbytes // 10**6)} MB"
@@ -86,7 +111,7 @@ def _per_worker(block: int, computed: Iterable[PlannedTensor]) -> int:
 
 def _extra(tensor: PlannedTensor, block: int) -> int:
     """Bytes beyond its block that computing a tensor takes."""
-    size = min(tensor.block(block), tensor.nbytes)
+    size = min(tensor.block(block, 0), tensor.nbytes)
     needed = max(source.working_set(min(size, source.size)) for source in tensor.computed)
     return needed + max(0, size - block)
 

@@ -30,7 +30,7 @@ from lazymerge.errors import PlanError
 from lazymerge.files.dtype import DTYPES, DType
 from lazymerge.files.region import Region, contiguous_strides
 from lazymerge.fill import SCRATCH, fill, windows
-from lazymerge.gather import Computation, Gather, bytes_read, computations, of_region
+from lazymerge.gather import Computation, Gather, bytes_read, computations, long_runs_from, of_region
 from lazymerge.reshape import boxes_of_run
 
 _ROWS_BLOCK = 4 << 20
@@ -152,6 +152,15 @@ class Computed:
         if self.by == "whole" or not self.shape:
             return 0
         return self._step_rows() * self._row()
+
+    @property
+    def long_runs_from(self) -> int:
+        if self.by != "elementwise":
+            return 0
+        return max(
+            long_runs_from(operand.pieces(), operand.shape) // operand.dtype.itemsize * self.dtype.itemsize
+            for operand in self.operands
+        )
 
     def _step_rows(self) -> int:
         """Rows of the result that are computed together; 0: any number."""

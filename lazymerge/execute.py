@@ -60,14 +60,21 @@ Step = CopyRun | FillBlock
 
 
 def write_tensors(
-    file: OutputFile, target: int, *, block: int, workers: int, on_bytes: Callable[[int], None]
+    file: OutputFile,
+    target: int,
+    *,
+    block: int,
+    scattered: int = 0,
+    workers: int,
+    on_bytes: Callable[[int], None],
 ) -> None:
     """Write the tensors of `file` to the descriptor `target`, which has the file's size already.
 
-    `block` is the size of a worker's buffer in bytes. `on_bytes` is called, from any worker, with the
+    `block` is the size of a worker's buffer in bytes, `scattered` that for tensors which are read in
+    longer runs then. `on_bytes` is called, from any worker, with the
     number of bytes that a step has written. The first error of any worker ends all of them and is raised.
     """
-    queue = _Queue(_joined(step for tensor in file.tensors for step in steps(tensor, block)))
+    queue = _Queue(_joined(step for tensor in file.tensors for step in steps(tensor, block, scattered)))
     copier = Copier(target, file.name)
     threads = [
         threading.Thread(target=_work, args=(queue, copier, block, on_bytes)) for _ in range(workers - 1)
@@ -121,12 +128,18 @@ def _work(queue: _Queue, copier: Copier, block: int, on_bytes: Callable[[int], N
 
 
 def write_file(
-    file: OutputFile, target: int, *, block: int, workers: int, on_bytes: Callable[[int], None]
+    file: OutputFile,
+    target: int,
+    *,
+    block: int,
+    scattered: int = 0,
+    workers: int,
+    on_bytes: Callable[[int], None],
 ) -> None:
     """Write all of an output file: its tensors as `write_tensors` does, and the headers around them."""
     if file.archive is None:
         write_all(target, file.name, memoryview(file.header), 0)
-    write_tensors(file, target, block=block, workers=workers, on_bytes=on_bytes)
+    write_tensors(file, target, block=block, scattered=scattered, workers=workers, on_bytes=on_bytes)
     if file.archive is not None:
         checksums = [_checksum(target, tensor) for tensor in file.tensors]
         for at, content in file.archive.seal(checksums):
@@ -167,10 +180,10 @@ class _Queue:
             self.error = self.error or error
 
 
-def steps(tensor: PlannedTensor, block: int) -> Iterator[Step]:
+def steps(tensor: PlannedTensor, block: int, scattered: int = 0) -> Iterator[Step]:
     """What has to be done for one tensor, in the order of the output."""
     gather = tensor.gather
-    block = tensor.block(block)
+    block = tensor.block(block, scattered)
     if any(source.whole for source in tensor.computed) or gather.nbytes < SMALLEST_RUN:
         yield from _blocks(tensor, 0, gather.shape, block)
     else:

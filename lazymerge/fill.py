@@ -16,10 +16,7 @@ from numpy.typing import NDArray
 
 from lazymerge.boxes import Box, Shape
 from lazymerge.files.region import Region, contiguous_strides
-from lazymerge.gather import Gather
-
-# Reading a gap of this many bytes costs about as much as another read call.
-_GAP = 16 * 1024
+from lazymerge.gather import LONG_RUN, Gather
 
 SCRATCH = 1 << 20
 """Bytes of scratch that a worker of a merge reads strided pieces through."""
@@ -83,9 +80,12 @@ def _copy_runs(target: NDArray[np.generic], region: Region, limit: int) -> None:
     buffer = _bytes_of(scratch)
     for first in range(0, count, together):
         rows = min(together, count - first)
-        for row in range(rows):
-            at = region.offset + (first + row) * step
-            region.source.read_into(at, buffer[row * run : (row + 1) * run])
+        at = region.offset + first * step
+        if step == run:
+            region.source.read_into(at, buffer[: rows * run])
+        else:
+            for row in range(rows):
+                region.source.read_into(at + row * step, buffer[row * run : (row + 1) * run])
         target[first : first + rows] = scratch[:rows]
 
 
@@ -114,7 +114,7 @@ def _dense(shape: Shape, strides: Shape, itemsize: int) -> bool:
     """Whether reading the hull of such a region is cheaper than reading its runs one by one."""
     runs = math.prod(shape[:-1]) if strides and strides[-1] == 1 else math.prod(shape)
     hull = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
-    return (hull - math.prod(shape)) * itemsize <= runs * _GAP
+    return (hull - math.prod(shape)) * itemsize <= runs * LONG_RUN
 
 
 def _split(

@@ -45,8 +45,13 @@ class Computation(Source, Protocol):
         """Bytes that are computed together, so that smaller blocks compute them again; 0: any number."""
         ...
 
+    @property
+    def long_runs_from(self) -> int:
+        """Bytes of a block of it from which on its files are read in long runs; 0: blocks do not matter."""
+        ...
+
     def working_set(self, nbytes: int) -> int:
-        """Bytes of memory that computing `nbytes` of it takes, the result included."""
+        """Bytes of memory that computing `nbytes` of it takes, beyond the buffer that it is read into."""
         ...
 
 
@@ -66,6 +71,33 @@ def bytes_read(pieces: Iterable[Piece]) -> int:
         if not hasattr(region.source, "working_set")
     )
     return from_files + sum(source.reads for source in computed)
+
+
+LONG_RUN = 16 << 10
+"""Bytes of a read from which on another call for it costs little."""
+
+
+def long_runs_from(pieces: Iterable[Piece], shape: Shape) -> int:
+    """Bytes of a block of a tensor of `shape` from which on its files are read in long runs.
+
+    A block of a transposed tensor holds a short part of every row of the file, the shorter the smaller the
+    block. 0 where the size of blocks does not matter.
+    """
+    return max((_long_runs_from(piece.region, shape) for piece in pieces), default=0)
+
+
+def _long_runs_from(region: Region, shape: Shape) -> int:
+    if hasattr(region.source, "working_set"):
+        return cast(Computation, region.source).long_runs_from
+    dims = [dim for dim, size in enumerate(region.shape) if size > 1 and region.strides[dim]]
+    if not dims:
+        return 0
+    along = min(dims, key=lambda dim: region.strides[dim])
+    if along == dims[-1]:
+        return 0
+    itemsize = region.dtype.itemsize
+    indices = min(region.shape[along], LONG_RUN // itemsize)
+    return indices * math.prod(shape[along + 1 :]) * itemsize
 
 
 class Gather:

@@ -18,7 +18,7 @@ from lazymerge.files.dtype import DType
 from lazymerge.files.local import LocalFile
 from lazymerge.files.safetensors_file import safetensors_layout
 from lazymerge.files.torch_archive import Archive, torch_archive
-from lazymerge.gather import Computation, Gather, View, bytes_read, computations
+from lazymerge.gather import Computation, Gather, View, bytes_read, computations, long_runs_from
 from lazymerge.tiling import check
 
 SMALLEST_RUN = 64 << 10
@@ -44,16 +44,21 @@ class PlannedTensor:
     reads: int  # bytes of files that it is made of
     computed: tuple[Computation, ...]  # what has to be computed for it, if anything
     buffered: int  # bytes that go through a buffer: all of them, unless the kernel copies all of them
+    long_runs_from: int  # bytes of a block from which on it is read in long runs; 0: blocks do not matter
 
     @property
     def nbytes(self) -> int:
         """Bytes in the file."""
         return self.gather.nbytes
 
-    def block(self, limit: int) -> int:
-        """Bytes of a block of it where `limit` are wanted: all of it, or as many as are computed together."""
+    def block(self, limit: int, scattered: int) -> int:
+        """Bytes of a block of it where `limit` are wanted: all of it, or as many as are computed together.
+
+        `scattered` is the limit where larger blocks are read in longer runs.
+        """
         if any(source.whole for source in self.computed):
             return self.nbytes
+        limit = max(limit, min(scattered, self.long_runs_from))
         step = max((source.step for source in self.computed), default=0)
         return max(step, limit - limit % step) if step else limit
 
@@ -178,7 +183,10 @@ def planned(name: str, gather: Gather, offset: int) -> PlannedTensor:
     reads = bytes_read(pieces)
     copied = gather.nbytes >= SMALLEST_RUN and all(run_of(piece, flat.shape)[0] for piece in pieces)
     buffered = 0 if copied else gather.nbytes
-    return PlannedTensor(name, gather.dtype, gather.shape, offset, flat, reads, tuple(computed), buffered)
+    runs = 0 if copied else long_runs_from(pieces, flat.shape)
+    return PlannedTensor(
+        name, gather.dtype, gather.shape, offset, flat, reads, tuple(computed), buffered, runs
+    )
 
 
 def run_of(piece: Piece, shape: Shape) -> tuple[int, int]:

@@ -3,6 +3,7 @@
     {"version": 1, "format": "safetensors", "index_name": ..., "index": ...,
      "sources": [{"path": ..., "size": bytes, "mtime_ns": ...},          a file
                  {"op": ATen name, "operands": [gather, ...], ...},      a computation
+                 {"cast": dtype, "operand": gather, "tensor": ...},      a cast that needs no torch
                  {"memory": base64}],                                    a small tensor
      "files": [{"name": ..., "tensors": [{"name", "shape", "gather"}]}]}
 
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lazymerge.boxes import Piece
+from lazymerge.casting import Cast, casts
 from lazymerge.errors import InconsistentCheckpoint, PlanError
 from lazymerge.files.dtype import DTYPES
 from lazymerge.files.local import Descriptors, LocalFile, Source
@@ -114,6 +116,9 @@ class _Writer:
     def _describe(self, source: Source) -> dict[str, Any]:
         if isinstance(source, LocalFile):
             return {"path": str(source.path), "size": source.size, "mtime_ns": source.mtime_ns}
+        if isinstance(source, Cast):
+            operand = self.gather(source.operand)
+            return {"cast": source.dtype.name, "operand": operand, "tensor": source.tensor}
         from lazymerge.compute import Computed
 
         if isinstance(source, Computed):
@@ -169,6 +174,8 @@ class _Reader:
                     f"{file.path}: has changed since the plan was made", "make the plan again"
                 )
             return file
+        if "cast" in data:
+            return self._cast(data)
         from lazymerge.compute import Memory, computed_from_json
 
         if "memory" in data:
@@ -182,3 +189,9 @@ class _Reader:
             DTYPES[data["dtype"]],
             data["checked"],
         )
+
+    def _cast(self, data: dict[str, Any]) -> Cast:
+        operand, dtype = self.gather(data["operand"]), DTYPES[data["cast"]]
+        if not casts(operand, dtype):
+            raise PlanError(f"a plan with a cast of {operand.dtype} to {dtype}", "make the plan again")
+        return Cast(operand, dtype, data["tensor"])

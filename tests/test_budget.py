@@ -78,6 +78,21 @@ def test_blocks_shrink_before_workers_do(tensors):
     assert least.workers < 4
 
 
+def test_what_is_left_goes_into_long_runs(tensors, tmp_path):
+    """Of a transposed tensor; its blocks are counted, and no other tensor's are larger for it."""
+    base = budget.resident() + budget.SLACK
+    torch.save({"w": torch.zeros(3000, 4000)}, tmp_path / "large.pt")
+    plan = planned(lazymerge.open(tmp_path / "large.pt")["w"].t())
+    rich = budget.spend(base + (200 << 20), 4, plan)
+    assert (rich.block, rich.scattered) == (budget.LARGEST_BLOCK, budget.LARGEST_SCATTERED_BLOCK)
+    assert base + 4 * (32 << 20) < rich.peak < base + 4 * (34 << 20)
+    tight = budget.spend(base + (40 << 20), 4, plan)
+    assert tight.block <= tight.scattered < rich.scattered
+    assert tight.peak <= base + (40 << 20)
+    straight = budget.spend(base + (200 << 20), 4, planned(tensors[:, :999]))
+    assert straight.scattered == straight.block
+
+
 def test_too_small_says_the_least_that_works(tensors, monkeypatch):
     monkeypatch.setattr(budget, "resident", lambda: 100 * 10**6)
     with pytest.raises(BudgetError) as caught:

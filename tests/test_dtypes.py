@@ -28,7 +28,7 @@ def source(folder: Path, state: dict[str, torch.Tensor], config: dict[str, objec
 
 
 def values(dtype: str) -> torch.Tensor:
-    """Values of each kind: ties of rounding, subnormals, zeros of both signs, infinities, NaNs."""
+    """Values of each kind: ties of rounding, subnormals, zeros of both signs, infinities; no NaNs."""
     special = [
         0.0,
         -0.0,
@@ -43,9 +43,7 @@ def values(dtype: str) -> torch.Tensor:
         -torch.inf,
     ]
     drawn = torch.randn(1000, generator=DRAW, dtype=torch.float64)
-    return torch.cat([torch.tensor([*special, torch.nan], dtype=torch.float64), drawn]).to(
-        getattr(torch, dtype)
-    )
+    return torch.cat([torch.tensor(special, dtype=torch.float64), drawn]).to(getattr(torch, dtype))
 
 
 @pytest.mark.parametrize("source_dtype", FLOATS)
@@ -53,6 +51,8 @@ def values(dtype: str) -> torch.Tensor:
 @pytest.mark.parametrize("output_format", ["safetensors", "bin"])
 def test_a_cast_is_that_of_torch(tmp_path, source_dtype, target, output_format):
     state = {"x": values(source_dtype), "scalar": values(source_dtype)[3].clone()}
+    if (source_dtype, target) != ("float32", "bfloat16"):  # whose NaNs differ: tests/test_casting.py
+        state["nan"] = torch.full((3,), torch.nan, dtype=getattr(torch, source_dtype))
     src = source(tmp_path / "src", state)
     lazymerge.merge(src, tmp_path / "out", dtype=target, output_format=output_format)
     truth = {name: tensor.to(getattr(torch, target)) for name, tensor in state.items()}

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 import lazymerge
+from lazymerge.conversions.dtypes import cast_to
 from lazymerge.errors import DamagedFile, OutputError, SourceError
 from lazymerge.execute import CopyRun, FillBlock, _joined, steps, write_tensors
 from lazymerge.files.copying import Copier
+from lazymerge.files.dtype import DTYPES
 from lazymerge.files.local import Descriptors, LocalFile
 from lazymerge.plan import make_plan
 from lazymerge.tensor import LazyTensor
@@ -180,7 +182,7 @@ def test_an_error_while_steps_are_worked_out_ends_the_work(opened, tmp_path, mon
     """Whichever worker meets it: the file must not count as written."""
     from lazymerge import execute
 
-    def failing(tensor, block):
+    def failing(tensor, block, scattered):
         yield from list(steps(tensor, block))[:1]
         raise MemoryError("no more")
 
@@ -220,3 +222,31 @@ def test_a_product_is_computed_once(monkeypatch, tmp_path):
         target.truncate(plan.files[0].size)
         write_tensors(plan.files[0], target.fileno(), block=1 << 18, workers=1, on_bytes=lambda count: None)
     assert len({boxes[0].start for boxes in evaluated}) == len(evaluated) > 1
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_a_transposed_tensor_is_read_in_long_runs(monkeypatch, tmp_path, cast):
+    """A small block holds a short part of every row; larger blocks need fewer reads for the same bytes."""
+    torch.save({"w": torch.randn(2048, 1024).t()}, tmp_path / "model.pt")
+    checkpoint = lazymerge.open(tmp_path / "model.pt")
+    if cast:
+        checkpoint = cast_to(checkpoint, DTYPES["bfloat16"])
+    plan = make_plan(checkpoint.gathers)
+    reads = []
+    read = LocalFile.read_into
+    monkeypatch.setattr(
+        LocalFile, "read_into", lambda self, at, buffer: reads.append(at) or read(self, at, buffer)
+    )
+
+    def written(scattered):
+        reads.clear()
+        with open(tmp_path / "out", "wb+") as target:
+            target.truncate(plan.files[0].size)
+            options = {"block": 1 << 18, "scattered": scattered, "workers": 1}
+            write_tensors(plan.files[0], target.fileno(), **options, on_bytes=lambda count: None)
+        return (tmp_path / "out").read_bytes(), len(reads)
+
+    (small, many), (large, few) = written(0), written(32 << 20)
+    assert small == large
+    assert many > 10_000
+    assert few < 50  # 8 MB by a scratch of 256 KiB

@@ -152,7 +152,7 @@ def test_chains_are_what_numpy_says(chain, block, limit, gap):
     gather, array = chain
     check("t", gather)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fill_module, "_GAP", gap)
+        patch.setattr(fill_module, "LONG_RUN", gap)
         np.testing.assert_array_equal(content(gather, block, limit), array)
 
 

@@ -71,10 +71,17 @@ def test_a_plain_merge_needs_neither_the_model_nor_torch(rows, tmp_path, output_
 
 
 def test_a_cast_needs_no_more_than_its_blocks(rows, tmp_path):
-    measured = merge_limited(torch=True, room=96 << 20, src=rows.root, dst=tmp_path / "out", dtype="bf16")
-    assert measured["grown"] < 96 << 20
+    measured = merge_limited(src=rows.root, dst=tmp_path / "out", dtype="bf16")
+    assert not measured["torch"]
+    assert measured["grown"] < ROOM
     for name, truth in rows.truth.items():
         assert torch.equal(read(tmp_path / "out", name), truth.to(torch.bfloat16))
+
+
+def test_a_cast_by_torch_needs_no_more_than_its_blocks(rows, tmp_path):
+    merge_limited(torch=True, room=96 << 20, src=rows.root, dst=tmp_path / "out", dtype="fp16")
+    for name, truth in rows.truth.items():
+        assert torch.equal(read(tmp_path / "out", name), truth.to(torch.float16))
 
 
 def test_a_sum_of_partial_values_needs_no_more_than_its_blocks(tmp_path):
@@ -106,10 +113,31 @@ def test_a_large_tokenizer_is_not_held(tmp_path):
     assert filecmp.cmp(folder / "tokenizer.json", tmp_path / "out" / "tokenizer.json", shallow=False)
 
 
-@pytest.mark.parametrize("options", [{}, {"dtype": "bf16"}, {"output_format": "bin"}], ids=str)
-def test_the_peak_is_what_was_predicted(rows, tmp_path, options):
+@pytest.fixture(scope="module")
+def transposed(tmp_path_factory):
+    """A tensor of 128 MB that was saved transposed."""
+    folder = tmp_path_factory.mktemp("transposed")
+    torch.save({"w": torch.randn(1 << 13, 1 << 12).t()}, folder / "model.pt")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("source", "options"),
+    [
+        ("rows", {}),
+        ("rows", {"dtype": "bf16"}),
+        ("rows", {"dtype": "fp16"}),
+        ("rows", {"output_format": "bin"}),
+        ("transposed", {}),
+        ("transposed", {"dtype": "bf16"}),
+        ("transposed", {"max_ram": "90MB"}),
+    ],
+    ids=str,
+)
+def test_the_peak_is_what_was_predicted(rows, transposed, tmp_path, source, options):
+    src = rows.root if source == "rows" else transposed
     measured = merge_limited(
-        room=1 << 30, torch="dtype" in options, src=rows.root, dst=tmp_path / "out", **options
+        room=1 << 30, torch=options.get("dtype") == "fp16", src=src, dst=tmp_path / "out", **options
     )
     assert measured["peak"] <= measured["predicted"] * 1.05
     assert measured["predicted"] <= measured["peak"] * 1.2

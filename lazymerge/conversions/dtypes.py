@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from lazymerge import casting
 from lazymerge.checkpoint import Checkpoint, Note
 from lazymerge.errors import PlanError
 from lazymerge.files.dtype import DTYPES, DType
+from lazymerge.gather import Gather
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 _ALIASES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
@@ -30,11 +32,17 @@ def cast_to(checkpoint: Checkpoint, dtype: DType) -> Checkpoint:
         if floating and name.rpartition(".")[2] in KEPT and dtype.itemsize < gather.dtype.itemsize:
             kept.append(name)
         elif floating and gather.dtype is not dtype:
-            from lazymerge.compute import cast  # torch, only where there is something to cast
-
-            gather = cast(gather, dtype, name)
+            gather = _cast(gather, dtype, name)
         gathers[name] = gather
     notes = (
         [Note("info", f"{len(kept)} router biases stay as they are, for example {kept[0]}")] if kept else []
     )
     return checkpoint.with_gathers(gathers, *notes)
+
+
+def _cast(gather: Gather, dtype: DType, name: str) -> Gather:
+    if casting.casts(gather, dtype):
+        return casting.cast(gather, dtype, name)
+    from lazymerge import compute  # torch, only where nothing else will do
+
+    return compute.cast(gather, dtype, name)

@@ -25,7 +25,7 @@ class Found:
 
     gathers: dict[str, Gather] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
-    topology: Topology = Topology()
+    topology: Topology = field(default_factory=Topology)
     notes: list[Note] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     copies: Callable[[], Iterator[Copy]] = _no_copies
