@@ -1,0 +1,236 @@
+"""The model that a config.json names, built by transformers on the meta device. Runs as a process.
+
+    stdin    {"config": ..., "code": folder or null}            stdout    {"architecture": ...}
+             the same, with "found": {name: shape}                        {"fields": [[...], ...]}
+                                                                          {"unknown": class name}
+                                                                          {"refused": complaint}
+                                                                          {"too large": true}
+
+Processor time and memory are bounded after the imports, so a config decides nothing but its own answer.
+Names and shapes are those of `save_pretrained`: what transformers fuses at run time is undone by its own
+reverse conversion, which is indifferent to tensors without data.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import resource
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lazymerge.conversions.architecture import MEMORY, SECONDS, from_plain
+from lazymerge.conversions.config_fields import Build, explain
+
+_CHOICES_OF_KERNELS = ("attn_implementation", "experts_implementation")
+"""Settings that ask for packages which are not needed here, and may not be installed."""
+
+
+class Refused(Exception):
+    """The class does not take the config; the text is the first line of why."""
+
+
+def build(config: Mapping[str, Any], code: Path | None = None) -> Any:
+    """The model, without data; None if transformers has no class of that name. Raises `Refused`."""
+    import torch
+    from transformers.initialization import meta_device_safe_creation_ops, no_init_weights
+
+    try:
+        model_class, config_class = _classes(config, code)
+        if model_class is None:
+            return None
+        settings = config_class.from_dict(_without_kernels(copy.deepcopy(dict(config))))
+        settings._attn_implementation = "eager"
+        with torch.device("meta"), no_init_weights(), meta_device_safe_creation_ops():
+            model = model_class(settings)
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever code that belongs to the config does with it
+        raise Refused(_first_line(error)) from error
+    return model if model.state_dict() else None
+
+
+def _first_line(error: Exception) -> str:
+    """What the error says first; where that only announces what is wrong, the next line too."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    said = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return f"{type(error).__name__}: {said}"[:500]
+
+
+def describe(model: Any) -> dict[str, Any]:
+    """`Architecture` of a model, as plain data."""
+    state = model.state_dict()
+    for name in model._keys_to_ignore_on_save or ():
+        state.pop(name, None)
+    tied = {one: other for one, other in model.all_tied_weights_keys.items() if {one, other} <= set(state)}
+    shapes = _hub(model, {name: tensor for name, tensor in state.items() if name not in tied})
+    hub_tied: dict[str, str] = {}
+    for one, other in tied.items():
+        ones, others = _hub(model, {one: state[one]}), _hub(model, {other: state[other]})
+        shapes.update(ones)
+        hub_tied.update(zip(ones, others, strict=True))
+    unsaved = {name: buffer for name, buffer in model.named_buffers() if name not in state}
+    ignored = {f"^{re.escape(name)}$" for name in _hub(model, unsaved)}
+    # Once these were saved; the loader leaves them for all classes that still have such a buffer.
+    for ending, pattern in (
+        ("rotary_emb.inv_freq", r"rotary_emb\.inv_freq"),
+        ("position_ids", r"\.position_ids$"),
+    ):
+        if any(name.endswith(ending) for name in unsaved):
+            ignored.add(pattern)
+    return {
+        "class_name": type(model).__name__,
+        "shapes": shapes,
+        "tied": hub_tied,
+        "optional": sorted(model._keys_to_ignore_on_load_missing or ()),
+        "ignored": sorted(ignored | set(model._keys_to_ignore_on_load_unexpected or ())),
+        "parts": _parts(model, state),
+    }
+
+
+def _classes(config: Mapping[str, Any], code: Path | None) -> tuple[Any, Any]:
+    """The classes of the model and of its config; None for both if transformers does not know the model."""
+    import transformers
+
+    name = config["architectures"][0]
+    references = config.get("auto_map") if code is not None else None
+    reference = _reference(references, name)
+    if reference is not None and isinstance(references, dict):
+        from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+        model_class: Any = get_class_from_dynamic_module(reference, str(code), local_files_only=True)
+        config_reference = references.get("AutoConfig")
+        if not isinstance(config_reference, str):
+            return model_class, model_class.config_class
+        # "repository--file.Class" names where it was published; the file is in the folder
+        where = config_reference.rpartition("--")[2]
+        return model_class, get_class_from_dynamic_module(where, str(code), local_files_only=True)
+    try:
+        known: Any = getattr(transformers, name, None)
+    except (ImportError, RuntimeError):  # it needs a package that is not installed
+        return None, None
+    is_model = isinstance(known, type) and issubclass(known, transformers.PreTrainedModel)
+    return (known, known.config_class) if is_model and known.config_class is not None else (None, None)
+
+
+def _reference(references: Any, name: str) -> str | None:
+    """The entry of an auto_map for the class of that name, without a repository's name in front."""
+    if not isinstance(references, dict):
+        return None
+    for entry in references.values():
+        for each in entry if isinstance(entry, list) else [entry]:
+            if isinstance(each, str) and each.rpartition(".")[2] == name:
+                return each.rpartition("--")[2]
+    return None
+
+
+def _without_kernels(config: Any) -> Any:
+    if isinstance(config, dict):
+        return {
+            key: _without_kernels(value)
+            for key, value in config.items()
+            if key.strip("_").removesuffix("_internal") not in _CHOICES_OF_KERNELS
+        }
+    return config
+
+
+def _hub(model: Any, state: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Hub names and shapes of these tensors of the model."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return {name: list(each.shape) for name, each in revert_weight_conversion(model, dict(state)).items()}
+
+
+def _parts(model: Any, state: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Hub names of what a model of several kinds of input has beside the text model, by part."""
+    from transformers import PreTrainedModel
+
+    text = model.config.get_text_config()
+    if text is model.config:
+        return {}
+    whole, parts = model.base_model, {}
+    front = next((f"{name}." for name, module in model.named_modules() if name and module is whole), "")
+    for name, part in whole.named_children():
+        has_text = any(
+            isinstance(m, PreTrainedModel) and type(m.config) is type(text) for m in part.modules()
+        )
+        if has_text or part is model.get_output_embeddings():
+            continue
+        names = _hub(model, {key: value for key, value in state.items() if key.startswith(f"{front}{name}.")})
+        if names:
+            parts[name] = list(names)
+    return parts
+
+
+def main() -> None:
+    """Read a request from stdin and write the answer to stdout; nothing else is written there."""
+    answer_to = os.dup(1)
+    os.dup2(2, 1)  # what anyone prints
+    request = json.loads(sys.stdin.buffer.read())
+    import torch  # noqa: F401
+    import transformers  # noqa: F401
+
+    _bound()
+    code = None if request["code"] is None else Path(request["code"])
+    try:
+        answer = json.dumps(_answer(request, code))
+    except Refused as error:
+        answer = json.dumps({"refused": str(error)})
+    except ImportError:  # of what this module needs, in a version that does not have it: no answer
+        raise
+    except Exception as error:
+        short = isinstance(error, MemoryError) or "bad_alloc" in str(error)
+        answer = json.dumps({"too large": True} if short else {"refused": _first_line(error)})
+    with os.fdopen(answer_to, "w") as out:
+        out.write(answer)
+
+
+def _answer(request: dict[str, Any], code: Path | None) -> dict[str, Any]:
+    config = request["config"]
+    model = build(config, code)
+    if model is None:
+        return {"unknown": config["architectures"][0]}
+    description = describe(model)
+    if "found" not in request:
+        return {"architecture": description}
+    found = {name: tuple(shape) for name, shape in request["found"].items()}
+    return {"fields": explain(from_plain(description, config), model.config.to_dict(), found, _builder(code))}
+
+
+def _builder(code: Path | None) -> Build:
+    """Architectures of changed configs; None for one that is not taken."""
+
+    def built(config: Mapping[str, Any]) -> Any:
+        try:
+            model = build(config, code)
+        except Refused:
+            return None
+        return None if model is None else from_plain(describe(model), config)
+
+    return built
+
+
+def _bound() -> None:
+    """Bound what the process may use from here on."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    seconds = int(used.ru_utime + used.ru_stime) + SECONDS
+    _lower(resource.RLIMIT_CPU, seconds)
+    if sys.platform == "linux":  # elsewhere this limit counts other things, or nothing
+        status = Path("/proc/self/status").read_text()
+        held = re.search(r"VmData:\s+(\d+) kB", status)
+        if held:
+            _lower(resource.RLIMIT_DATA, int(held[1]) * 1024 + MEMORY)
+
+
+def _lower(kind: int, limit: int) -> None:
+    soft, hard = resource.getrlimit(kind)
+    if soft == resource.RLIM_INFINITY or limit < soft:
+        resource.setrlimit(kind, (limit, hard))
+
+
+if __name__ == "__main__":
+    main()
