@@ -1,0 +1,152 @@
+"""One file of the `torch` layout: the tensors of its pipeline chunks, and the arguments beside them.
+
+    args                 argparse.Namespace
+    checkpoint_version   3.0; below 2.0 the rows of query_key_value are in another order
+    model                names -> tensors, with ``_extra_state`` of any kind among them
+    model0, model1, ...  the same for each virtual stage of the rank
+    optimizer, rng_state, ...  training state: not looked at
+
+Models from before mcore are nested dicts under ``model["language_model"]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from lazymerge.errors import IncompleteCheckpoint, UnsupportedCheckpoint
+from lazymerge.files.inert_pickle import Record
+from lazymerge.files.local import LocalFile
+from lazymerge.files.torch_file import StoredTensor, read_torch_file
+from lazymerge.formats.megatron.names import chunk_name
+from lazymerge.formats.megatron.settings import settings_of
+
+Chunk = dict[str, StoredTensor]
+"""The tensors of one pipeline chunk of a rank, by mcore's names with local numbers."""
+
+_MAX_NAME = 500  # characters
+_FACTS = ("args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far")
+
+
+@dataclass(slots=True)
+class RankFile:
+    """What is in one file; `left_out` has what is beside the model or can be computed, and why."""
+
+    file: LocalFile
+    settings: dict[str, Any]
+    iteration: object
+    chunks: list[Chunk]
+    left_out: dict[str, str]
+
+
+def read_rank_file(file: LocalFile) -> RankFile:
+    """The model in one file, unread.
+
+    Raises `UnsupportedCheckpoint` for what holds none, or holds what is no plain tensor, and
+    `IncompleteCheckpoint` for a gap in the numbers of its chunks.
+    """
+    state = read_torch_file(file)
+    if not isinstance(state, dict):
+        raise UnsupportedCheckpoint(
+            f"{file.path}: holds {_kind(state)}, expected the dict that Megatron saves", "check what wrote it"
+        )
+    keys = _chunk_keys(file, state)
+    left_out = {str(key)[:200]: "beside the model" for key in state if key not in keys and key not in _FACTS}
+    chunks = [_chunk(file, state, key, left_out) for key in keys]
+    return RankFile(file, settings_of(state.get("args")), _plain(state.get("iteration")), chunks, left_out)
+
+
+def _chunk_keys(file: LocalFile, state: dict[Any, Any]) -> list[str]:
+    if isinstance(state.get("model"), dict):
+        return ["model"]
+    numbers = sorted(
+        int(key[5:])
+        for key, value in state.items()
+        if isinstance(key, str)
+        and key.startswith("model")
+        and key[5:].isdecimal()
+        and isinstance(value, dict)
+    )
+    if not numbers:
+        raise UnsupportedCheckpoint(
+            f"{file.path}: holds no model (found {', '.join(str(key)[:40] for key in list(state)[:8])})",
+            "give the folder of a save with weights",
+        )
+    if numbers != list(range(len(numbers))):
+        missing = next(number for number in range(len(numbers)) if number not in numbers)
+        raise IncompleteCheckpoint(
+            f"{file.path}: holds model{numbers[-1]} and no model{missing}",
+            "a virtual stage is missing; save the checkpoint again",
+        )
+    return [f"model{number}" for number in numbers]
+
+
+def _chunk(file: LocalFile, state: dict[Any, Any], key: str, left_out: dict[str, str]) -> Chunk:
+    model = state[key]
+    legacy = isinstance(model.get("language_model"), dict)
+    if legacy:
+        _refuse_old_order(file, state.get("checkpoint_version", 0))
+    chunk: Chunk = {}
+    for full, value in _flat(file, model, "", set()):
+        name = chunk_name(full, legacy=legacy)
+        if name.rpartition(".")[2] == "_extra_state":
+            continue
+        if value is None or name.endswith("rotary_pos_emb.inv_freq"):
+            left_out[name] = "empty" if value is None else "follows from the configuration"
+            continue
+        if not isinstance(value, StoredTensor):
+            raise UnsupportedCheckpoint(
+                f"{full!r} in {file.path}: {_kind(value)}, expected a tensor",
+                "save the model in a plain dtype, without quantised weights or objects beside them",
+            )
+        if ".adapter." in name or ".to_wrap." in name:
+            raise UnsupportedCheckpoint(
+                f"{full!r} in {file.path}: a part of an adapter", "merge the adapter into the model first"
+            )
+        if name in chunk:
+            raise UnsupportedCheckpoint(
+                f"{file.path}: two tensors that are {name}, one of them {full!r}",
+                "save one model in a file",
+            )
+        chunk[name] = value
+    return chunk
+
+
+def _flat(
+    file: LocalFile, value: dict[Any, Any], prefix: str, seen: set[int]
+) -> Iterator[tuple[str, object]]:
+    """The leaves of nested dicts, under their keys joined by dots; `seen` are the dicts so far."""
+    if id(value) in seen:
+        raise UnsupportedCheckpoint(
+            f"{file.path}: the dict under {prefix!r} is there twice", "save the model's own state dict"
+        )
+    seen.add(id(value))
+    for key, item in value.items():
+        if not isinstance(key, str) or len(prefix) + len(key) > _MAX_NAME:
+            raise UnsupportedCheckpoint(
+                f"{file.path}: {str(key)[:50]!r} under {prefix[:50]!r} is no name of a tensor",
+                "save the model's own state dict",
+            )
+        if isinstance(item, dict) and key != "_extra_state":
+            yield from _flat(file, item, f"{prefix}{key}.", seen)
+        else:
+            yield prefix + key, item
+
+
+def _refuse_old_order(file: LocalFile, version: object) -> None:
+    if isinstance(version, int | float) and version >= 2:
+        return
+    raise UnsupportedCheckpoint(
+        f"{file.path}: checkpoint_version {str(version)[:20]}, whose query_key_value has its rows in another"
+        " order than from 2.0 on",
+        "load it into a Megatron-LM that still can (core 0.16 or earlier) and save it again",
+    )
+
+
+def _plain(value: object) -> object:
+    return value if isinstance(value, int | str | None) else None
+
+
+def _kind(value: object) -> str:
+    return str(value.cls)[:100] if isinstance(value, Record) else type(value).__name__

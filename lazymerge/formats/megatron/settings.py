@@ -1,0 +1,178 @@
+"""The trainer's arguments as plain values under Megatron-LM's names, whoever wrote them.
+
+Megatron-LM saves its `args`, an ``argparse.Namespace``, in the checkpoint. Megatron-Bridge writes
+``run_config.yaml`` beside it, whose section ``model`` is the model's config class field by field:
+
+    _target_: megatron.bridge.models...Provider      the class
+    num_moe_experts: 64                              a field, under the name of the config class
+    params_dtype: {_target_: torch.bfloat16, _call_: false}
+    attention_backend: {_target_: ...AttnBackend, _call_: true, _args_: [5], _name_: auto}
+
+Where the config class calls a thing by another name than the arguments do, the value comes under
+both. Several arguments say whether a feed-forward is gated: `is_gated` knows them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from lazymerge.errors import DamagedFile, UnsupportedCheckpoint
+from lazymerge.files.dtype import DTYPES, DType
+from lazymerge.files.inert_pickle import Global, Record
+from lazymerge.files.local import LocalFile
+
+MAX_RUN_CONFIG = 8 << 20  # bytes; usual ones have 20 thousand
+_MAX_VALUES = 100_000  # of all arguments together, what lists share counted each time; usual are 700
+_MAX_DEPTH = 8
+
+_NAMES: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "num_moe_experts": ("num_experts", lambda value: value),
+    "num_layers_in_first_pipeline_stage": ("decoder_first_pipeline_num_layers", lambda value: value),
+    "num_layers_in_last_pipeline_stage": ("decoder_last_pipeline_num_layers", lambda value: value),
+    "layernorm_zero_centered_gamma": ("apply_layernorm_1p", lambda value: value),
+    "layernorm_epsilon": ("norm_epsilon", lambda value: value),
+    "share_embeddings_and_output_weights": (
+        "untie_embeddings_and_output_weights",
+        lambda value: not value if isinstance(value, bool) else None,
+    ),
+}
+"""The config class's name -> the argument's, and what its value becomes."""
+
+_SILU = ("torch.nn.functional.silu", "torch._C._nn.silu")
+_QUICK_GELU = "megatron.core.fusions.fused_bias_geglu.quick_gelu"
+
+
+def settings_of(value: object) -> dict[str, Any]:
+    """The arguments in an ``argparse.Namespace`` as it was recorded, or in a dict.
+
+    Values are None, bool, int, float, str, lists, tuples and dicts of them; dtypes are their names and
+    enums their values. What is none of these is left out, and a `value` of another kind has none.
+    """
+    if isinstance(value, Record):
+        value = value.attrs()
+    if not isinstance(value, dict):
+        return {}
+    plain = _Plain()
+    settings = {name: plain.of(item) for name, item in value.items() if isinstance(name, str)}
+    return _with_arguments({name: item for name, item in settings.items() if item is not _OTHER})
+
+
+def read_run_config(path: Path) -> dict[str, Any]:
+    """The model's settings in Megatron-Bridge's ``run_config.yaml``, by the names that Megatron-LM has.
+
+    Raises `DamagedFile` for what is no YAML and `UnsupportedCheckpoint` for one without a model.
+    """
+    file = LocalFile(path)
+    if file.size > MAX_RUN_CONFIG:
+        raise UnsupportedCheckpoint(
+            f"{path}: {file.size} bytes, where {MAX_RUN_CONFIG} are read at most",
+            "check that it is the run_config.yaml that Megatron-Bridge wrote",
+        )
+    try:
+        config = yaml.load(file.read(0, file.size), Loader=_Loader)
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError, TypeError) as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise DamagedFile(
+            f"{path}: not the YAML that Megatron-Bridge writes ({first})",
+            "copy it again, or move it away and give the Hugging Face config",
+        ) from None
+    model = config.get("model") if isinstance(config, dict) else None
+    if not isinstance(model, dict):
+        raise UnsupportedCheckpoint(
+            f"{path}: holds no section `model`",
+            "check that it is the run_config.yaml that Megatron-Bridge wrote",
+        )
+    settings = settings_of(model)
+    settings.update(_activation(model, settings))
+    if "num_query_groups" in settings:  # the class has None where every head has a group of its own
+        settings["group_query_attention"] = settings["num_query_groups"] is not None
+    return settings
+
+
+def is_gated(settings: Mapping[str, Any]) -> bool | None:
+    """Whether a ``linear_fc1`` is a gate and an up projection; None where the settings do not say."""
+    said = [settings.get(name) for name in ("swiglu", "quick_geglu", "gated_linear_unit")]
+    if any(value is True for value in said):
+        return True
+    return False if any(value is False for value in said) else None
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """``yaml.safe_load`` without merge keys, a few bytes of which can make millions of values."""
+
+    def flatten_mapping(self, node: object) -> None:
+        """Leave ``<<`` as it is, which no value can be made of: an error."""
+
+
+_OTHER = object()
+"""What is no plain value."""
+
+
+class _Plain:
+    """Plain values of recorded ones, as many as an honest file has."""
+
+    def __init__(self) -> None:
+        self._left = _MAX_VALUES
+
+    def of(self, value: object, depth: int = 0) -> object:
+        """The plain value, or `_OTHER`."""
+        self._left -= 1
+        if self._left < 0 or depth > _MAX_DEPTH:
+            return _OTHER
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if isinstance(value, DType):
+            return value.name
+        if isinstance(value, Record):
+            return _enum_value(value)
+        if isinstance(value, list | tuple):
+            items = [self.of(item, depth + 1) for item in value]
+            return _OTHER if _OTHER in items else type(value)(items)
+        if isinstance(value, dict):
+            return _target(value) if "_target_" in value else self._dict(value, depth)
+        return _OTHER
+
+    def _dict(self, value: dict[Any, Any], depth: int) -> dict[Any, Any]:
+        items = {
+            key: self.of(item, depth + 1) for key, item in value.items() if isinstance(key, str | int | None)
+        }
+        return {key: item for key, item in items.items() if item is not _OTHER}
+
+
+def _enum_value(record: Record) -> object:
+    """The value that an enum's member is called with."""
+    plain = isinstance(record.cls, Global) and record.state is None and not record.items and not record.kwargs
+    if plain and len(record.args) == 1 and isinstance(record.args[0], int | str):
+        return record.args[0]
+    return _OTHER
+
+
+def _target(value: dict[Any, Any]) -> object:
+    """A dtype or the value of an enum in run_config.yaml."""
+    target, args = value["_target_"], value.get("_args_")
+    if isinstance(target, str) and target.removeprefix("torch.") in DTYPES and value.get("_call_") is False:
+        return target.removeprefix("torch.")
+    if "_name_" in value and isinstance(args, list) and len(args) == 1 and isinstance(args[0], int | str):
+        return args[0]
+    return _OTHER
+
+
+def _with_arguments(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings, and those under a config class's name also under the argument's."""
+    for name, (argument, convert) in _NAMES.items():
+        if name in settings and argument not in settings:
+            settings[argument] = convert(settings[name])
+    return settings
+
+
+def _activation(model: dict[Any, Any], settings: dict[str, Any]) -> dict[str, bool]:
+    """The arguments that say what the config class says by its function and whether it is gated."""
+    gated, function = settings.get("gated_linear_unit"), model.get("activation_func")
+    target = function.get("_target_") if isinstance(function, dict) else None
+    if not isinstance(gated, bool) or target is None:
+        return {}
+    return {"swiglu": gated and target in _SILU, "quick_geglu": gated and target == _QUICK_GELU}
