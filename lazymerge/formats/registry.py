@@ -49,10 +49,11 @@ def formats() -> list[Format]:
     found: dict[str, Format] = {}
     for entry in sorted(entry_points(group="lazymerge.formats"), key=lambda entry: entry.name):
         found[entry.name] = entry.load()
-    if "fsdp" not in found:  # run from a source tree that is not installed
-        from lazymerge.formats.fsdp import FORMAT
+    if not {"fsdp", "megatron"} <= set(found):  # run from a source tree that is not installed
+        from lazymerge.formats import fsdp
+        from lazymerge.formats.megatron import format as megatron
 
-        found["fsdp"] = FORMAT
+        found = {"fsdp": fsdp.FORMAT, "megatron": megatron.FORMAT, **found}
     return list(found.values())
 
 
@@ -76,7 +77,7 @@ def open_checkpoint(sources: Sequence[str | os.PathLike[str]], options: OpenOpti
     unknown = next((path for path in paths if not _is_known(path, known_formats, options)), paths[0])
     raise NotACheckpoint(
         f"{unknown}: {_described(unknown)}",
-        "looked here, in global_step_N and in actor or critic for: "
+        "looked here, in the run's step and in actor or critic for: "
         + "; ".join(f"{known.looks_for} ({known.name})" for known in formats()),
     )
 

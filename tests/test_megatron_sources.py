@@ -1,0 +1,213 @@
+"""Finding a Megatron checkpoint: runs, steps, pointers, verl's and NeMo's folders, and what lies beside."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import lazymerge
+from lazymerge.checkpoint import Checkpoint
+from lazymerge.errors import (
+    AmbiguousCheckpoint,
+    IncompleteCheckpoint,
+    NotACheckpoint,
+    SourceError,
+    UnsupportedCheckpoint,
+)
+from lazymerge.formats.registry import OpenOptions, open_checkpoint
+from tests.makers.dcp_folders import save_dcp
+
+SAMPLES = Path(__file__).parent / "data" / "megatron"
+LM = SAMPLES / "td_te_qwen2_tp2pp2" / "ckpt"
+VERL = SAMPLES / "verl_te_qwen3moe_ep2_vpp" / "ckpt"
+VERL_2 = SAMPLES / "verl2_te_qwen2_value" / "ckpt"
+RANKS = SAMPLES / "torch_oldnames_llama_tp2pp2" / "ckpt"
+NORM = "decoder.final_layernorm.weight"
+ONE = {NORM: torch.ones(2), "embedding.word_embeddings.weight": torch.ones(3, 2)}
+
+
+def opened(*paths: Path, **options: str) -> Checkpoint:
+    return open_checkpoint(paths, OpenOptions(**options))
+
+
+def run_with(folder: Path, *names: str, pointer: str | None = None) -> Path:
+    """A run with a checkpoint at each of these places; the first element of the norm says which one."""
+    for at, name in enumerate(names):
+        path = save_dcp(folder / name, {**ONE, NORM: torch.tensor([float(at), 0.0])})
+        (path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    if pointer is not None:
+        (folder / "latest_checkpointed_iteration.txt").write_text(pointer)
+    return folder
+
+
+def which(checkpoint: Checkpoint) -> int:
+    """The place that a checkpoint of `run_with` was read from."""
+    return int(checkpoint[NORM].materialize()[0])
+
+
+# ---- levels ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "path",
+    [LM, LM / "iter_0000100", RANKS, RANKS / "iter_0000100"]
+    + [run / part for run in (VERL, VERL_2) for part in ("", "global_step_100", "global_step_100/actor")]
+    + [VERL / "global_step_100/actor/dist_ckpt", VERL_2 / "global_step_100/actor/model/dist_ckpt"]
+    + [VERL_2 / "global_step_100/actor/model"],
+    ids=lambda path: str(path.relative_to(SAMPLES)),
+)
+def test_any_level(path):
+    checkpoint = lazymerge.open(path)
+    assert checkpoint.format == "megatron"
+    assert NORM in checkpoint
+    assert "decoder.layers.3.mlp.linear_fc2.weight" in checkpoint or (
+        "decoder.layers.3.mlp.experts.local_experts.3.linear_fc2.weight" in checkpoint
+    )
+
+
+def test_what_is_known_of_a_checkpoint():
+    checkpoint = opened(LM)
+    assert checkpoint.settings["num_layers"] == 4
+    assert checkpoint.topology.mesh == (("tp", 2), ("pp", 2))
+    assert {"_extra_state", "rng_state"} <= set(checkpoint.left_out)
+    assert checkpoint.files
+    assert not checkpoint.notes
+
+
+@pytest.mark.parametrize(
+    ("path", "folder"),
+    [
+        (VERL, VERL / "global_step_100/actor/huggingface"),
+        (VERL / "global_step_100/actor/dist_ckpt", VERL / "global_step_100/actor/huggingface"),
+        (VERL_2, VERL_2 / "global_step_100/actor/model/huggingface"),
+    ],
+)
+def test_sidecars_of_verl(path, folder):
+    assert opened(path).sidecars[0] == folder
+
+
+def test_sidecars_of_megatron(tmp_path):
+    """What the user names, the checkpoint's own folder, the run's."""
+    run = run_with(tmp_path / "run", "iter_0000100")
+    (run / "iter_0000100" / "huggingface").mkdir()
+    hf = tmp_path / "hf"
+    hf.mkdir()
+    checkpoint = open_checkpoint([run], OpenOptions(hf_config=hf))
+    step = run / "iter_0000100"
+    assert checkpoint.sidecars == (hf, step / "huggingface", step, run)
+
+
+def test_component(tmp_path):
+    run = run_with(tmp_path, "global_step_5/actor/dist_ckpt", "global_step_5/critic/model/dist_ckpt")
+    assert which(opened(run)) == 0
+    assert which(opened(run, component="critic")) == 1
+    assert which(opened(run / "global_step_5", component="critic")) == 1
+    shutil.rmtree(run / "global_step_5" / "actor")
+    with pytest.raises(NotACheckpoint, match="holds critic, and no actor"):
+        opened(run)
+
+
+def test_nemo(tmp_path):
+    run_with(tmp_path, "weights")
+    with pytest.raises(NotACheckpoint):
+        opened(tmp_path)
+    (tmp_path / "context").mkdir()
+    assert which(opened(tmp_path)) == 0
+
+
+# ---- steps and pointers ------------------------------------------------------------------------------------
+
+
+def test_the_pointer_names_the_step(tmp_path):
+    run = run_with(tmp_path, "iter_0000100", "iter_0000200", pointer="100\n")
+    checkpoint = opened(run)
+    assert which(checkpoint) == 0
+    (note,) = checkpoint.notes
+    assert note.level == "warning"
+    assert "taking step 100" in note.text
+    assert "200" in note.text
+
+
+def test_a_release(tmp_path):
+    run = run_with(tmp_path, "iter_0000100", "release", pointer="release")
+    checkpoint = opened(run)
+    assert which(checkpoint) == 1
+    assert not checkpoint.notes
+
+
+def test_a_release_alone(tmp_path):
+    assert which(opened(run_with(tmp_path, "release"))) == 0
+
+
+def test_several_steps_and_no_pointer(tmp_path):
+    run = run_with(tmp_path, "iter_0000100", "iter_0000020", "release")
+    with pytest.raises(AmbiguousCheckpoint, match="holds steps release, 20, 100 and no latest_checkpointed"):
+        opened(run)
+    assert which(opened(run / "iter_0000020")) == 1
+
+
+def test_two_folders_of_one_step(tmp_path):
+    run = run_with(tmp_path, "iter_0000100", "iter_100", pointer="100")
+    with pytest.raises(AmbiguousCheckpoint, match="iter_0000100 and iter_100 are both step 100"):
+        opened(run)
+
+
+@pytest.mark.parametrize("pointer", ["300", "release"])
+def test_a_pointer_to_nothing(tmp_path, pointer):
+    run = run_with(tmp_path, "iter_0000100", pointer=pointer)
+    with pytest.raises(IncompleteCheckpoint, match=f"names step {pointer}, but .* holds 100"):
+        opened(run)
+
+
+@pytest.mark.parametrize("pointer", ["", "latest", "²", "-1"])
+def test_a_pointer_that_is_no_number(tmp_path, pointer):
+    run = run_with(tmp_path, "iter_0000100", pointer=pointer)
+    with pytest.raises(SourceError, match="is no step number"):
+        opened(run)
+
+
+# ---- what is not a checkpoint of Megatron's ----------------------------------------------------------------
+
+
+def test_a_dcp_folder_of_something_else(tmp_path):
+    folder = save_dcp(tmp_path / "dcp", {"model.layers.0.mlp.down_proj.weight": torch.ones(2)})
+    with pytest.raises(NotACheckpoint, match=r"\.metadata"):
+        opened(folder)
+
+
+def test_a_dcp_folder_without_a_backend(tmp_path):
+    """torch_dcp and fsdp_dtensor are known by their names."""
+    folder = save_dcp(tmp_path / "dcp", {f"model.module.{name}": tensor for name, tensor in ONE.items()})
+    checkpoint = opened(folder)
+    assert checkpoint.format == "megatron"
+    assert set(checkpoint) == set(ONE)
+
+
+def test_an_unfinished_save(tmp_path):
+    run = run_with(tmp_path, "iter_0000100")
+    (run / "iter_0000100" / ".metadata").unlink()
+    with pytest.raises(IncompleteCheckpoint, match=r"no \.metadata: the save did not finish"):
+        opened(run)
+
+
+def test_weights_in_hugging_faces_form_already(tmp_path):
+    """verl with mbridge, in its older and in its newer folders."""
+    old = save_dcp(tmp_path / "old" / "actor" / "dist_ckpt", {"rng_state/shard_0_1": [1]})
+    new = save_dcp(tmp_path / "new" / "actor" / "optimizer" / "dist_ckpt", {"rng_state/shard_0_1": [1]})
+    for path in (old, new):
+        (path / "metadata.json").write_text("{}")
+    for done in (tmp_path / "old/actor/huggingface", tmp_path / "new/actor/model/huggingface"):
+        done.mkdir(parents=True)
+        (done / "model.safetensors").write_bytes(b"")
+        with pytest.raises(UnsupportedCheckpoint, match="holds no model") as caught:
+            opened(tmp_path / done.relative_to(tmp_path).parts[0])
+        assert str(done) in caught.value.hint
+
+
+def test_folders_taken_together(tmp_path):
+    run = run_with(tmp_path, "one", "two")
+    with pytest.raises(AmbiguousCheckpoint, match="2 folders"):
+        opened(run / "one", run / "two")
