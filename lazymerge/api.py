@@ -6,8 +6,8 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import lazymerge
 from lazymerge.budget import Spending, default_budget, spend
 from lazymerge.checkpoint import Checkpoint, Note
 from lazymerge.conversions.dtypes import cast_to, parse_dtype
+from lazymerge.conversions.hub import HubOptions, to_hub
 from lazymerge.conversions.naming import select, strip_wrappers
 from lazymerge.conversions.tying import tie
 from lazymerge.errors import InconsistentCheckpoint, PlanError, SourceError
@@ -27,7 +28,7 @@ from lazymerge.gather import of_region
 from lazymerge.output import Destination, check_destination, claim
 from lazymerge.plan import BIN, SAFETENSORS, Plan, make_plan
 from lazymerge.report import MergeReport, Meter, OnProgress, make_report
-from lazymerge.sidecars import CONFIG, Sidecars, config_dtype, find_sidecars, with_dtype
+from lazymerge.sidecars import CONFIG, Sidecars, config_dtype, find_sidecars, with_dtype, with_fields
 
 Pathlike = str | os.PathLike[str]
 Sources = Pathlike | Sequence[Pathlike]
@@ -67,6 +68,8 @@ class Options:
     output_format: str = SAFETENSORS
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
+    hub: HubOptions = field(default_factory=HubOptions)
+    trust_remote_code: bool = False
 
 
 @dataclass(slots=True)
@@ -77,6 +80,7 @@ class _Prepared:
     sidecars: Sidecars
     plan: Plan
     dtype: str | None  # what config.json has to say, where that changes
+    config_changes: Mapping[str, Any]
 
 
 def merge(
@@ -93,6 +97,13 @@ def merge(
     fsdp_version: int | None = None,
     world_size: int | None = None,
     hf_config: Pathlike | None = None,
+    family: str | None = None,
+    param_mapping: Sequence[str] = (),
+    tie_word_embedding: bool = False,
+    is_value_model: bool = False,
+    force_shape_match: bool = False,
+    check: bool = True,
+    trust_remote_code: bool = False,
     max_workers: int | None = None,
     strict: bool = False,
     check_copies: bool = True,
@@ -109,6 +120,12 @@ def merge(
     include, exclude  shell patterns over tensor names
     component       "actor" or "critic", where `src` is a run or a step of verl
     hf_config       a folder with config.json and tokenizer, before those that `src` has
+    family          of a Megatron checkpoint: a name, or a Python file with a FAMILY; default: by config.json
+    param_mapping   OLD:NEW names (or files of them) for Megatron's tensors that no table knows
+    tie_word_embedding, is_value_model  what Megatron's output layer is, where the files do not agree
+    force_shape_match  crop or zero-pad Megatron's tensors to the config's shapes; each is named in the report
+    check           compare names and shapes with the model that transformers builds from config.json
+    trust_remote_code  run the model code that config.json names, to check against it
     strict          refuse replicas that differ, rather than warn
     check_copies    compare what several ranks hold; reads all of their bytes
     overwrite       replace the model that is in `dst`, once the new one is complete
@@ -125,7 +142,12 @@ def merge(
     checkpoint = open(
         sources, component=component, fsdp_version=fsdp_version, world_size=world_size, hf_config=hf_config
     )
-    options = Options(dtype, max_shard_size, output_format, tuple(include), tuple(exclude))
+    hub = HubOptions(
+        family, tuple(param_mapping), tie_word_embedding, is_value_model, force_shape_match, check
+    )
+    options = Options(
+        dtype, max_shard_size, output_format, tuple(include), tuple(exclude), hub, trust_remote_code
+    )
     log.debug("opened %r", checkpoint)
     prepared = prepare(checkpoint, options, Path(hf_config) if hf_config else None)
     budget = default_budget() if wanted is None else wanted
@@ -157,7 +179,8 @@ def prepare(checkpoint: Checkpoint, options: Options, hf_config: Path | None) ->
         sidecars = find_sidecars(checkpoint.sidecars, linked=hf_config)
     except OSError as error:
         raise SourceError(f"{error.filename}: {error.strerror}", "check its permissions") from error
-    checkpoint = tie(checkpoint, sidecars.config)
+    converted = to_hub(checkpoint, sidecars.config, options.hub, _code(sidecars, options))
+    checkpoint = tie(converted.checkpoint, {**(sidecars.config or {}), **converted.config_changes})
     checkpoint = select(checkpoint, options.include, options.exclude)
     named = config_dtype(sidecars.config)
     if dtype is not None:
@@ -166,7 +189,14 @@ def prepare(checkpoint: Checkpoint, options: Options, hf_config: Path | None) ->
         checkpoint = _note_dtype(checkpoint, named)
     plan = make_plan(checkpoint.gathers, output_format=options.output_format, max_shard_size=shard_size)
     changed = dtype.name if dtype is not None and dtype.name != named else None
-    return _Prepared(checkpoint, sidecars, plan, changed)
+    return _Prepared(checkpoint, sidecars, plan, changed, converted.config_changes)
+
+
+def _code(sidecars: Sidecars, options: Options) -> Path | None:
+    """The folder of the model's own code, if config.json names one and the user trusts it."""
+    if not options.trust_remote_code or "auto_map" not in (sidecars.config or {}):
+        return None
+    return sidecars.files[CONFIG].parent
 
 
 def _compare_copies(checkpoint: Checkpoint, strict: bool, meter: Meter) -> Checkpoint:
@@ -207,6 +237,7 @@ def _job(prepared: _Prepared, options: Options, fsdp_version: int | None) -> dic
         "dtype": options.dtype,
         "fsdp_version": fsdp_version,
         "files": {file.name: file.size for file in prepared.plan.files},
+        "hub": asdict(options.hub),
         "include": list(options.include),
         "exclude": list(options.exclude),
     }
@@ -235,8 +266,9 @@ def _write(prepared: _Prepared, destination: Destination, spending: Spending, me
         source.check_unchanged()
     names = list(sidecars.files)
     for name, path in sidecars.files.items():
-        if name == CONFIG and prepared.dtype:
-            destination.write(name, with_dtype(sidecars.raw(name), prepared.dtype))
+        if name == CONFIG and (prepared.dtype or prepared.config_changes):
+            raw = with_fields(sidecars.raw(name), prepared.config_changes)
+            destination.write(name, with_dtype(raw, prepared.dtype) if prepared.dtype else raw)
         else:
             destination.copy(name, path)
     names += [file.name for file in plan.files]

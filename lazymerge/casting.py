@@ -54,6 +54,7 @@ class Cast:
     __slots__ = ("dtype", "operand", "tensor")
 
     name = "a cast"
+    steps = 1
     whole = False
     step = 0
 
@@ -61,6 +62,10 @@ class Cast:
         self.operand = operand
         self.dtype = dtype
         self.tensor = tensor
+
+    @property
+    def depth(self) -> int:
+        return self.operand.depth + 8
 
     @property
     def size(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from lazymerge.files.local import LocalFile
 from lazymerge.files.region import Region
@@ -86,6 +86,18 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self.format}, {len(self)} tensors, {self.nbytes:,} bytes, {self.topology}>"
+
+    def __copy__(self) -> Checkpoint:
+        return replace(self, gathers=dict(self.gathers), left_out=dict(self.left_out))
+
+    def __deepcopy__(self, memo: object) -> Checkpoint:
+        return self.__copy__()  # gathers and files never change, so that they can be shared
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Checkpoint cannot be pickled: it holds files that only this process has open."
+            " Open it again, or send a plan as JSON, in another process"
+        )
 
     @property
     def nbytes(self) -> int:

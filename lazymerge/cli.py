@@ -50,7 +50,45 @@ def examples(*commands: str) -> str:
     return "\n".join(["\b\nExamples:", *(f"  lazymerge {command}" for command in commands)])
 
 
+class Commands(click.Group):
+    """Commands whose usage errors are a JSON object on stdout too, where ``--json`` is given."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        """The context of the arguments, as click makes it."""
+        as_json = "--json" in args  # the parser takes the arguments out of the list
+        with _usage_told(as_json):
+            context = super().make_context(info_name, args, parent, **extra)
+        context.meta[__name__] = as_json
+        return context
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Parse what the command itself takes, and run it."""
+        with _usage_told(ctx.meta[__name__]):
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _usage_told(as_json: bool) -> Iterator[None]:
+    """Print a usage error as JSON before click tells it on stderr and exits with code 2."""
+    try:
+        yield
+    except click.UsageError as error:
+        if as_json:
+            command = error.ctx.command_path if error.ctx else "lazymerge"
+            print_json(
+                {
+                    "error": error.format_message(),
+                    "hint": f"{command} --help lists what it takes",
+                    "kind": type(error).__name__,
+                }
+            )
+        raise
+
+
 @click.group(
+    cls=Commands,
     context_settings=CONTEXT,
     epilog=examples("merge checkpoints/global_step_100 model/", "merge --help"),
 )
@@ -86,6 +124,7 @@ def talk_options(command: Command) -> Command:
         "merge checkpoints/global_step_100 model/ --dry-run",
         "merge checkpoints/global_step_100 model/ --dtype bfloat16 --max-ram 1GB",
         "merge checkpoints/global_step_100 value/ --component critic",
+        "merge megatron/iter_0000100 model/ --hf-config Qwen3-30B-A3B/",
         "merge node0/actor node1/actor model/ --json | jq .peak",
     )
 )
@@ -135,6 +174,42 @@ def talk_options(command: Command) -> Command:
 )
 @click.option(
     "--hf-config", metavar="DIR", type=FOLDER, help="Config and tokenizer, before those that SRC has."
+)
+@click.option(
+    "--family",
+    metavar="NAME|FILE",
+    help="Megatron: the table of names; FILE is Python with an object FAMILY.  [default: by config.json]",
+)
+@click.option(
+    "--param-mapping",
+    metavar="OLD:NEW|FILE",
+    multiple=True,
+    help="Megatron: where a tensor goes that no table knows; {} in OLD is any one part of a name, an empty"
+    " NEW leaves it out. FILE has one a line. Repeatable.",
+)
+@click.option(
+    "--tie-word-embedding",
+    is_flag=True,
+    help="Megatron: the output layer is the embedding, whatever config.json and the files say.",
+)
+@click.option(
+    "--is-value-model", is_flag=True, help="Megatron: the output layer is a value head: score.weight."
+)
+@click.option(
+    "--force-shape-match",
+    is_flag=True,
+    help="Megatron: crop or zero-pad what differs in size from config.json; each tensor is reported.",
+)
+@click.option(
+    "--check/--no-check",
+    default=True,
+    show_default=True,
+    help="Megatron: compare names and shapes with the model that transformers builds from config.json.",
+)
+@click.option(
+    "--trust-remote-code",
+    is_flag=True,
+    help="Run the model code that config.json names, to check names and shapes against it.",
 )
 @click.option(
     "--max-workers", metavar="N", type=click.IntRange(min=1), help="Threads.  [default: 4, or the cores]"

@@ -18,10 +18,10 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -30,7 +30,15 @@ from lazymerge.errors import PlanError
 from lazymerge.files.dtype import DTYPES, DType
 from lazymerge.files.region import Region, contiguous_strides
 from lazymerge.fill import SCRATCH, fill, windows
-from lazymerge.gather import Computation, Gather, bytes_read, computations, long_runs_from, of_region
+from lazymerge.gather import (
+    Computation,
+    Gather,
+    bytes_read,
+    check_effort,
+    computations,
+    long_runs_from,
+    of_region,
+)
 from lazymerge.reshape import boxes_of_run
 
 _ROWS_BLOCK = 4 << 20
@@ -64,8 +72,15 @@ OPERATORS = {
     "sum.dim_IntList": "reduced",  # by rows, unless the first dimension is reduced
     "linalg_vector_norm.default": "reduced",
     "sum.default": "whole",
+    "total": "elementwise",
 }
-"""What can be deferred, by ATen name, and how much of its operands a window needs."""
+"""What can be deferred, by ATen name, and how much of its operands a window needs.
+
+`total` is our own: its operands added up in their order, in the result's type, one at a time.
+"""
+
+_DEPTH = 8
+"""Frames of the stack that an operator takes at most."""
 
 
 def _goes_by(op: str, args: tuple[Any, ...], kwargs: dict[str, Any], operand: Shape, result: Shape) -> str:
@@ -80,13 +95,42 @@ def _goes_by(op: str, args: tuple[Any, ...], kwargs: dict[str, Any], operand: Sh
     return "rows"
 
 
+Known = TypeVar("Known")
+
+
+def _remembered(method: Callable[..., Known]) -> Callable[..., Known]:
+    """The method, worked out once for each of its arguments: a tensor may be an operand many times over."""
+
+    @functools.wraps(method)
+    def once(self: Computed, *args: int) -> Known:
+        key = (method.__name__, *args)
+        if key not in self.known:
+            self.known[key] = method(self, *args)
+        found: Known = self.known[key]
+        return found
+
+    return once
+
+
 class Computed:
     """The result of one operator over gathers, as a source of row-major bytes.
 
     `args` and `kwargs` are the operator's, with an `Operand` for each tensor. `size` is in bytes.
     """
 
-    __slots__ = ("args", "by", "checked", "dtype", "kwargs", "op", "operands", "shape")
+    __slots__ = (
+        "args",
+        "by",
+        "checked",
+        "depth",
+        "dtype",
+        "known",
+        "kwargs",
+        "op",
+        "operands",
+        "shape",
+        "steps",
+    )
 
     def __init__(
         self,
@@ -106,6 +150,10 @@ class Computed:
         self.dtype = dtype
         self.checked = checked  # the tensor to name if a finite value overflows
         self.by = _goes_by(op, args, kwargs, operands[0].shape, shape)
+        self.depth = _DEPTH + max(operand.depth for operand in operands)
+        self.steps = 1 + sum(operand.steps for operand in self._different())
+        check_effort(self.depth, self.steps)
+        self.known: dict[tuple[Any, ...], Any] = {}  # what has been worked out about it
 
     @property
     def name(self) -> str:
@@ -116,12 +164,18 @@ class Computed:
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
+    @_remembered
     def whole(self) -> bool:
         return self.by == "whole" or any(source.whole for source in self._inner())
 
     @property
+    @_remembered
     def reads(self) -> int:
-        return sum(bytes_read(operand.pieces()) for operand in self.operands)
+        return sum(bytes_read(operand.pieces()) for operand in self._different())
+
+    def _different(self) -> list[Gather]:
+        """The operands, each of them once: x + x reads x once."""
+        return list({id(operand): operand for operand in self.operands}.values())
 
     def _inner(self) -> list[Computation]:
         return [source for operand in self.operands for source in computations(operand.pieces())]
@@ -130,6 +184,7 @@ class Computed:
         """The whole result as a gather."""
         return of_region(Region(self, 0, self.dtype, self.shape, contiguous_strides(self.shape)))
 
+    @_remembered
     def working_set(self, nbytes: int) -> int:
         """Bytes that computing `nbytes` of the result takes at most, the result and scratch included."""
         if self.by == "whole":
@@ -145,7 +200,8 @@ class Computed:
             first = self.operands[0]
             parts = [rows * first.nbytes // max(1, first.shape[0])]
             parts += [self._share(operand, rows) for operand in self.operands[1:]]
-        return nbytes + sum(_held(o, part) for o, part in zip(self.operands, parts, strict=True))
+        held = {(id(o), part): _held(o, part) for o, part in zip(self.operands, parts, strict=True)}.values()
+        return nbytes + (max(held) if self.op == "total" else sum(held))
 
     @property
     def step(self) -> int:
@@ -154,6 +210,7 @@ class Computed:
         return self._step_rows() * self._row()
 
     @property
+    @_remembered
     def long_runs_from(self) -> int:
         if self.by != "elementwise":
             return 0
@@ -162,6 +219,7 @@ class Computed:
             for operand in self.operands
         )
 
+    @_remembered
     def _step_rows(self) -> int:
         """Rows of the result that are computed together; 0: any number."""
         if self.by == "rows":
@@ -247,7 +305,13 @@ class Computed:
         return Box.whole(shape)
 
     def _evaluate(self, needed: list[Box]) -> torch.Tensor:
-        blocks = [read(operand, box) for operand, box in zip(self.operands, needed, strict=True)]
+        if self.op == "total":
+            return self._total(needed)
+        once: dict[tuple[int, Box], torch.Tensor] = {}
+        for operand, box in zip(self.operands, needed, strict=True):
+            if (id(operand), box) not in once:
+                once[id(operand), box] = read(operand, box)
+        blocks = [once[id(operand), box] for operand, box in zip(self.operands, needed, strict=True)]
         args = [blocks[arg.index] if isinstance(arg, Operand) else arg for arg in self.args]
         result: torch.Tensor = _aten(self.op)(*args, **self.kwargs)
         if result.dtype != torch_dtype(self.dtype):
@@ -256,6 +320,13 @@ class Computed:
             )
         if self.checked is not None and not _finite(result):
             self._refuse_overflow(blocks[0], result)
+        return result
+
+    def _total(self, needed: list[Box]) -> torch.Tensor:
+        """The operands' boxes added up; no more than the sum and one of them in memory."""
+        result = read(self.operands[0], needed[0]).to(torch_dtype(self.dtype))
+        for operand, box in zip(self.operands[1:], needed[1:], strict=True):
+            result.add_(read(operand, box))
         return result
 
     def _refuse_overflow(self, block: torch.Tensor, result: torch.Tensor) -> None:
@@ -408,9 +479,7 @@ def total(parts: Sequence[Gather], *, average: bool = False) -> Gather:
     """
     dtype = parts[0].dtype
     wide = DTYPES["float32"] if dtype.name in {"float16", "bfloat16"} else dtype
-    result = cast(parts[0], wide)
-    for part in parts[1:]:
-        result = _binary("add.Tensor", result, cast(part, wide))
+    result = Computed("total", tuple(parts), (), {}, parts[0].shape, wide).gather()
     if average:
         result = _binary("div.Tensor", result, in_memory(torch.tensor(len(parts), dtype=torch_dtype(wide))))
     return cast(result, dtype)

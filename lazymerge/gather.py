@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol, cast
 
 from lazymerge.boxes import Box, Piece, Shape, cut, replaced
+from lazymerge.errors import PlanError
 from lazymerge.files.dtype import DType
 from lazymerge.files.local import Source
 from lazymerge.files.region import Region, contiguous_strides
@@ -48,6 +49,16 @@ class Computation(Source, Protocol):
     @property
     def long_runs_from(self) -> int:
         """Bytes of a block of it from which on its files are read in long runs; 0: blocks do not matter."""
+        ...
+
+    @property
+    def depth(self) -> int:
+        """Frames of the stack that reading it takes, about."""
+        ...
+
+    @property
+    def steps(self) -> int:
+        """Computations that reading a block of it takes, this one included."""
         ...
 
     def working_set(self, nbytes: int) -> int:
@@ -100,16 +111,35 @@ def _long_runs_from(region: Region, shape: Shape) -> int:
     return indices * math.prod(shape[along + 1 :]) * itemsize
 
 
+DEEPEST = 700
+"""Frames of the stack, of the 1,000 that Python has, which reading a tensor may take."""
+
+MOST_STEPS = 1_000
+"""Computations that reading a block of a tensor may take: one that is used twice is computed twice."""
+
+
+def check_effort(depth: int, steps: int) -> None:
+    """Raise `PlanError` where reading a tensor would end in a `RecursionError`, or hardly ever."""
+    if depth > DEEPEST or steps > MOST_STEPS:
+        raise PlanError(
+            "a lazy tensor that is made in too many steps, each from the result of the one before",
+            "materialize() the result of some of them in between",
+        )
+
+
 class Gather:
     """A tensor as boxes filled by regions of files. Immutable.
 
-    `shape` is in elements; `nbytes` is what the whole tensor takes. The four kinds are `Shards`,
+    `shape` is in elements; `nbytes` is what the whole tensor takes; `depth` is how many frames of the
+    stack reading it takes, about, and `steps` how many computations. The four kinds are `Shards`,
     `Pick`, `Cat` and `View`; the methods here choose between them.
     """
 
-    __slots__ = ("dtype", "shape")
+    __slots__ = ("depth", "dtype", "shape", "steps")
     shape: Shape
     dtype: DType
+    depth: int
+    steps: int
 
     def pieces(self, window: Box | None = None) -> Iterator[Piece]:
         """The pieces, cut to `window`, with their starts in this tensor's own coordinates."""
@@ -174,6 +204,12 @@ class Gather:
         base = self.base if isinstance(self, View) else self
         return base if base.shape == shape else View(base, shape)
 
+    def _goes_over(self, bases: Iterable[Gather]) -> None:
+        """Set what reading takes; a block lies in one of the bases at a time."""
+        self.depth = 1 + max(base.depth for base in bases)
+        self.steps = max(base.steps for base in bases)
+        check_effort(self.depth, self.steps)
+
     def _axes(self) -> list[Axis]:
         return [Axis(dim, 0, 1, size) for dim, size in enumerate(self.shape)]
 
@@ -186,7 +222,16 @@ class Shards(Gather):
 
     __slots__ = ("_parts",)
 
-    def __init__(self, shape: Shape, dtype: DType, parts: Callable[[], Iterable[Piece]]) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        dtype: DType,
+        parts: Callable[[], Iterable[Piece]],
+        depth: int = 0,
+        steps: int = 0,
+    ) -> None:
+        self.depth = depth
+        self.steps = steps
         self.shape = shape
         self.dtype = dtype
         self._parts = parts
@@ -215,7 +260,8 @@ class Constant:
 
 def of_region(region: Region) -> Gather:
     """The gather of one region: the whole tensor is in one place."""
-    return Shards(region.shape, region.dtype, Constant([Piece((0,) * len(region.shape), region)]))
+    effort = (getattr(region.source, name, 0) for name in ("depth", "steps"))  # of a computation
+    return Shards(region.shape, region.dtype, Constant([Piece((0,) * len(region.shape), region)]), *effort)
 
 
 class Axis(NamedTuple):
@@ -233,6 +279,7 @@ class Pick(Gather):
     __slots__ = ("axes", "base", "fixed")
 
     def __init__(self, base: Gather, axes: tuple[Axis, ...], fixed: dict[int, int]) -> None:
+        self._goes_over([base])
         self.shape = tuple(axis.size for axis in axes)
         self.dtype = base.dtype
         self.base = base
@@ -311,6 +358,7 @@ class Cat(Gather):
     __slots__ = ("dim", "parts")
 
     def __init__(self, parts: tuple[Gather, ...], dim: int) -> None:
+        self._goes_over(parts)
         shape = list(parts[0].shape)
         shape[dim] = sum(part.shape[dim] for part in parts)
         self.shape = tuple(shape)
@@ -336,8 +384,13 @@ class Cat(Gather):
 
 
 def cat(parts: Sequence[Gather], dim: int) -> Gather:
-    """The parts one after the other along `dim`; parts without elements are left away."""
+    """The parts one after the other along `dim`; parts without elements are left away.
+
+    What is such a sequence itself is taken apart, so that one that grows by steps does not grow deep.
+    """
     full = [part for part in parts if part.shape[dim]] or [parts[0]]
+    nested = [part.parts if isinstance(part, Cat) and part.dim == dim else (part,) for part in full]
+    full = [part for parts in nested for part in parts]
     return full[0] if len(full) == 1 else Cat(tuple(full), dim)
 
 
@@ -347,6 +400,7 @@ class View(Gather):
     __slots__ = ("base",)
 
     def __init__(self, base: Gather, shape: Shape) -> None:
+        self._goes_over([base])
         self.shape = shape
         self.dtype = base.dtype
         self.base = base

@@ -5,13 +5,15 @@
     DST/.lazymerge/<file>           files under way or finished, until all are
 
 When every file is there they are renamed into DST, the index (or the only weight file) last, and the
-folder is removed. A run that was killed at any moment is finished by running the same command again.
+folder is removed, the journal when nothing else is left to do: as long as it is there it proves what the
+files in DST are. A run that was killed at any moment is finished by running the same command again.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import filecmp
 import json
 import os
 import re
@@ -35,13 +37,17 @@ _WEIGHTS = re.compile(
 
 
 class Destination:
-    """A folder that is being filled. Use `claim`; `finished` are the files that need not be written again."""
+    """A folder that is being filled. Use `claim`; `finished` are the files that need not be written again.
+
+    `complete` says that an earlier run of this very job has published all of them, sidecars included.
+    """
 
     def __init__(self, folder: Path, overwrite: bool) -> None:
         self.folder = folder
         self.staging = folder / STAGING
         self.overwrite = overwrite
         self.finished: set[str] = set()
+        self.complete = False
         self._journal = self.staging / JOURNAL
 
     # -------------------------------------------------------------------- beginning
@@ -53,10 +59,12 @@ class Destination:
         """
         sources = {str(file.path.resolve()): file.identity for file in files}
         head = {"job": {**job, "sources": sorted(sources)}, "sources": sources}
+        head = json.loads(json.dumps(head))  # as it is read again: tuples are lists there
         lines = _read_lines(self._journal)
         if lines and lines[0].get("job") == head["job"]:
             _refuse_changed(lines[0].get("sources", {}), head["sources"], self.staging)
             self.finished = {line["done"] for line in lines[1:] if self._is_there(line)}
+            self.complete = self._is_published(lines[-1].get("publishing"))
             self._clear({"lock", self._journal.name, *self.finished})
             return
         if not self.overwrite:
@@ -80,8 +88,20 @@ class Destination:
             for path in (self.staging / name, self.folder / name)
         )
 
+    def _is_published(self, sizes: object) -> bool:
+        """Whether all files have been renamed: none of them is staged, and those in the folder are theirs.
+
+        A file that the folder had before is gone by the time that the last weights are no longer staged.
+        """
+        return isinstance(sizes, dict) and not any(
+            (self.staging / name).exists() or _size(self.folder / name) != size
+            for name, size in sizes.items()
+        )
+
     def need(self, nbytes: int) -> None:
         """Raise `OutputError` if the file system has less than `nbytes` free."""
+        if self.complete:
+            return
         free = shutil.disk_usage(self.staging).free
         if free < nbytes:
             raise OutputError(
@@ -107,7 +127,12 @@ class Destination:
         self.finished.add(name)
 
     def write(self, name: str, content: bytes) -> None:
-        """A small file, staged whole; not journalled, since it is as quickly written again."""
+        """A small file, staged whole; not journalled, since it is as quickly written again.
+
+        Not staged if a complete result holds it already.
+        """
+        if self.complete and (self.folder / name).read_bytes() == content:
+            return
         path = self.staging / name
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -119,7 +144,12 @@ class Destination:
             raise write_error(error, str(path), 0) from error
 
     def copy(self, name: str, source: Path) -> None:
-        """A small file, staged as a copy of `source`; no more of it than a buffer is ever in memory."""
+        """A small file, staged as a copy of `source`; no more of it than a buffer is ever in memory.
+
+        Not staged if a complete result holds it already.
+        """
+        if self.complete and filecmp.cmp(source, self.folder / name, shallow=False):
+            return
         path = self.staging / name
         path.parent.mkdir(parents=True, exist_ok=True)
         file = LocalFile(source)
@@ -140,7 +170,9 @@ class Destination:
 
     def publish(self, names: Sequence[str]) -> None:
         """Rename the staged files into the folder in this order, after what they replace is gone."""
-        self._append({"publishing": list(names)})
+        published = self._published(names)
+        places = {name: self.folder if name in published else self.staging for name in names}
+        self._append({"publishing": {name: _size(place / name) for name, place in places.items()}})
         try:
             self._publish(names)
         except OSError as error:
@@ -170,6 +202,8 @@ class Destination:
                 (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
                 os.replace(self.staging / name, self.folder / name)
         sync_folder(self.folder)
+        self._clear({"lock", self._journal.name})
+        self._journal.unlink()  # what is left after this is a result like any other
         shutil.rmtree(self.staging)
         sync_folder(self.folder)
 
@@ -231,8 +265,13 @@ def _check_place(folder: Path, sources: Sequence[Path]) -> None:
 
 def _publishing(journal: Path) -> set[str]:
     """What an unfinished merge may have renamed into the folder: names of files and of folders there."""
-    listed = [line["publishing"] for line in _read_lines(journal) if isinstance(line.get("publishing"), list)]
+    listed = [line["publishing"] for line in _read_lines(journal) if isinstance(line.get("publishing"), dict)]
     return {str(name).partition("/")[0] for names in listed for name in names}
+
+
+def _size(path: Path) -> int | None:
+    """Bytes of a file; None if there is none."""
+    return path.stat().st_size if path.is_file() else None
 
 
 def _check_empty(folder: Path, known: Collection[str]) -> None:

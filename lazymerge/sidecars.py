@@ -225,6 +225,13 @@ def with_dtype(raw: bytes, dtype: str) -> bytes:
     return (json.dumps(wanted, indent=2, ensure_ascii=False) + "\n").encode()
 
 
+def with_fields(raw: bytes, changes: Mapping[str, Any]) -> bytes:
+    """config.json with other values in these fields; without any, as it was."""
+    if not changes:
+        return raw
+    return (json.dumps({**json.loads(raw), **changes}, indent=2, ensure_ascii=False) + "\n").encode()
+
+
 def _set_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
     changed = {
         key: dtype if key in {"dtype", "torch_dtype"} and (value is None or isinstance(value, str)) else value

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map
 
 from lazymerge.compute import (
@@ -66,6 +67,8 @@ class LazyTensor(torch.Tensor):
         kwargs = kwargs or {}
         if func is torch.ops.aten.copy_.default:
             return _copy_blocks(*args)
+        if func is torch.ops.aten.squeeze_.dim:
+            return _squeeze_in_place(*args)
         if func._schema.is_mutable:
             _refuse_changing(func, args, kwargs)
             return _materialized(func, args, kwargs)
@@ -122,10 +125,16 @@ class LazyTensor(torch.Tensor):
         return self.materialize().__array__(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.materialize().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        raise TypeError(
+            "a LazyTensor cannot be pickled: it holds no data, and files that only this process has open."
+            " materialize() it first; open the checkpoint again, or send a plan as JSON, in another process"
+        )
+
+    def __copy__(self) -> LazyTensor:
+        return LazyTensor(self.lazy_gather, self.stride())
 
     def __deepcopy__(self, memo: Any) -> LazyTensor:
-        return LazyTensor(self.lazy_gather, self.stride())
+        return self.__copy__()  # a gather never changes, so that it can be shared
 
 
 def _copy_blocks(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -138,6 +147,19 @@ def _copy_blocks(target: torch.Tensor, source: torch.Tensor, non_blocking: bool 
     for window, block in read_blocks(spread, COPY_BLOCK):
         target[window.slices].copy_(block, non_blocking)
     return target
+
+
+def _squeeze_in_place(x: LazyTensor, dim: int) -> LazyTensor:
+    """``x.squeeze_(dim)``: torch's own matmul of a vector does this to the product that it has just made.
+
+    No element changes, only the shape; torch is told of it as it tells its own wrappers.
+    """
+    with no_dispatch():
+        torch.ops.aten.squeeze_.dim(x, dim)
+    gather = x.lazy_gather
+    if gather.shape:
+        x.lazy_gather = gather.squeeze([dim % len(gather.shape)])
+    return x
 
 
 def _refuse_changing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
-from contextlib import suppress
+import pickletools
+from pathlib import Path
 
 import pytest
 import torch
@@ -92,12 +92,19 @@ def test_files_from_gpus_differ_in_their_devices(checkpoint, by_template, tmp_pa
         assert torch.equal(checkpoint_on_gpus[name].materialize(), truth)
 
 
-@pytest.mark.parametrize(("key", "free"), [("3", []), ("4", ["3"])])
-def test_a_string_that_is_fetched_again_is_no_free_site(key, free):
-    """Python has one string "3": the name of a process group may be fetched as the key of a storage."""
-    pickled = pickle.dumps({"_coordinate_on_dim": [0], "_dim_group_names": ["3"], "key": key}, protocol=2)
-    sites = alike._sites(pickled)
-    assert [pickled[site.at : site.at + site.width].decode() for site in sites[2]] == free
+@pytest.mark.parametrize(("key", "alike_too"), [("group", False), ("other", True)])
+def test_a_string_that_is_fetched_again_may_not_differ(key, alike_too, by_template, checkpoint, tmp_path):
+    """Python has one string "group": the name of a process group may be fetched as something that counts."""
+    made = copy_of(checkpoint("fsdp2-llama"), tmp_path)
+    more = {"_dim_group_names": ["group"], "key": key}
+    for rank in range(4):
+        edit_rank(made, rank, lambda state: state.update({"more": more}))
+    path = made.rank_file(2)
+    pickled = zipped_pickle(path)
+    assert pickled.count(b"\x05\0\0\0group") == 1
+    change(path, pickled.index(b"\x05\0\0\0group") + 4, ord("G"))
+    lazymerge.open(made.root)
+    assert by_template == [True, alike_too, True]
 
 
 def zipped_pickle(path) -> bytes:
@@ -115,32 +122,59 @@ def test_a_file_under_another_ranks_name_is_refused(checkpoint, by_template, tmp
         lazymerge.open(made.root)
 
 
-def test_no_other_byte_may_differ(checkpoint, by_template, tmp_path):
-    """Whichever byte of a pickle changes: it is read in full, unless it is at a site."""
+def change(path: Path, at: int, value: int) -> None:
+    """Another byte at that place of the file's pickle."""
+    content = bytearray(path.read_bytes())
+    content[content.index(zipped_pickle(path)) + at] = value
+    path.write_bytes(content)
+
+
+def outcome(root: Path) -> object:
+    """What opening gives: the error's message, or for each tensor where its bytes are."""
+    try:
+        checkpoint = lazymerge.open(root)
+    except LazymergeError as error:
+        return str(error)
+    return {
+        name: [(start, r.source.name, r.offset, r.dtype, r.shape, r.strides) for start, r in gather.pieces()]
+        for name, gather in checkpoint.gathers.items()
+    }
+
+
+def test_whichever_byte_changes_it_reads_as_in_full(checkpoint, by_template, tmp_path, monkeypatch):
+    """The bytes that differ between ranks, and every 97th of all others, which are none that may differ."""
     made = copy_of(checkpoint("fsdp2-llama"), tmp_path)
     path = made.rank_file(2)
-    content = path.read_bytes()
-    pickled = zipped_pickle(path)
+    content, pickled = path.read_bytes(), zipped_pickle(path)
+    others = [zipped_pickle(made.rank_file(rank)) for rank in (0, 1, 3)]
+    differing = {at for at, byte in enumerate(pickled) if any(other[at] != byte for other in others)}
+    assert 0 < len(differing) < 10
     start = content.index(pickled)
-    sites = {site.at for group in alike._sites(pickled) for site in group}
-    for at in range(0, len(pickled), 97):
-        if at in sites:
-            continue
-        by_template.clear()
+    for at in sorted({*differing, *range(0, len(pickled), 97)}):
         path.write_bytes(content[: start + at] + bytes([pickled[at] ^ 1]) + content[start + at + 1 :])
-        with suppress(LazymergeError):
-            lazymerge.open(made.root)
-        assert by_template[:2] == [True, False], at
+        by_template.clear()
+        found = outcome(made.root)
+        assert by_template[:1] == [True]
+        assert at in differing or by_template[1] is False, at
+        with monkeypatch.context() as patch:
+            patch.setattr(rank_files, "ALIKE_FROM", 1 << 20)
+            assert outcome(made.root) == found, at
+
+
+def coordinate_at(pickled: bytes) -> int:
+    """Where the only number after ``_coordinate_on_dim`` is."""
+    seen = False
+    for opcode, value, at in pickletools.genops(pickled):
+        if seen and opcode.name == "BININT1":
+            return at + 1
+        seen = seen or value == "_coordinate_on_dim"
+    raise AssertionError("no coordinate")
 
 
 def test_a_coordinate_outside_the_mesh_is_refused(checkpoint, by_template, tmp_path):
     made = copy_of(checkpoint("fsdp2-llama"), tmp_path)
     path = made.rank_file(2)
-    pickled = zipped_pickle(path)
-    (site,), _, _ = alike._sites(pickled)
-    content = bytearray(path.read_bytes())
-    content[content.index(pickled) + site.at] = 9
-    path.write_bytes(content)
+    change(path, coordinate_at(zipped_pickle(path)), 9)
     with pytest.raises(LazymergeError, match="outside its mesh"):
         lazymerge.open(made.root)
 

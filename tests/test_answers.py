@@ -15,6 +15,7 @@ ANSWER = {
     "tied": {},
     "optional": [],
     "ignored": [],
+    "swappable": [],
     "parts": {},
 }
 

@@ -122,6 +122,35 @@ def test_wrong_usage_is_exit_code_2(args: list[str]):
     assert done.stdout == ""
 
 
+@pytest.mark.parametrize(
+    ("args", "kind", "word"),
+    [
+        (["merge", "a", "b", "--json", "--no-such-flag"], "NoSuchOption", "--no-such-flag"),
+        (["merge", "--json", "only-one"], "MissingParameter", "SRC"),
+        (["merge", "a", "b", "--json", "--output-format", "x"], "BadParameter", "'x' is not one of"),
+        (["merge", "a", "b", "--json", "--max-workers", "0"], "BadParameter", "--max-workers"),
+        (["merge", "a", "b", "--json", "--dtype"], "BadOptionUsage", "--dtype"),
+        (["no-such-command", "--json"], "NoSuchCommand", "no-such-command"),
+        (["--json"], "NoSuchOption", "--json"),
+    ],
+    ids=str,
+)
+def test_wrong_usage_is_json_where_that_is_asked_for(args: list[str], kind: str, word: str):
+    done = lazymerge_cli(*args)
+    told = json.loads(done.stdout)
+    assert (done.exit_code, told["kind"]) == (2, kind)
+    assert word in told["error"]
+    assert told["hint"].startswith("lazymerge")
+    assert set(told) == {"error", "hint", "kind"}
+    assert done.stderr.endswith(f"Error: {told['error']}\n")
+
+
+def test_wrong_usage_in_a_real_process():
+    done = process("merge", "a", "b", "--json", "--strikt")
+    assert done.returncode == 2
+    assert json.loads(done.stdout)["kind"] == "NoSuchOption"
+
+
 def test_version():
     assert lazymerge_cli("--version").stdout == f"lazymerge {lazymerge.__version__}\n"
 
@@ -157,8 +186,10 @@ def test_help_imports_nothing_heavy(args: list[str]):
     assert modules_after(run, HEAVY) == []
 
 
-@pytest.mark.parametrize(("flags", "imported"), [([], []), (["--dtype", "bfloat16"], ["torch"])])
-def test_a_merge_without_a_cast_imports_no_torch(
+@pytest.mark.parametrize(
+    ("flags", "imported"), [([], []), (["--dtype", "bfloat16"], []), (["--dtype", "float16"], ["torch"])]
+)
+def test_a_merge_imports_torch_only_for_casts_that_need_it(
     src: Path, tmp_path: Path, flags: list[str], imported: list[str]
 ):
     args = ["merge", str(src), str(tmp_path / "out"), *flags]

@@ -25,23 +25,13 @@ SHARDS = [f"model-{i:05}-of-00003.safetensors" for i in (1, 2, 3)]
 LARGE_SHARD = {"max_shard_size": 300 * 200 * 4}
 
 
-def source(folder: Path, state: dict[str, torch.Tensor]) -> Path:
-    folder.mkdir()
-    torch.save(state, folder / "pytorch_model.bin")
-    (folder / "config.json").write_text("{}")
+@pytest.fixture
+def src(source, tmp_path) -> Path:
+    """A full state dict with two sidecars, one of them in a folder of its own."""
+    folder = source(tmp_path / "src", TRUTH, {})
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates/tool.jinja").write_text("x")
     return folder
-
-
-@pytest.fixture
-def src(tmp_path) -> Path:
-    return source(tmp_path / "src", TRUTH)
-
-
-@pytest.fixture
-def out(tmp_path) -> Path:
-    return tmp_path / "results" / "model"
 
 
 # ---- places ------------------------------------------------------------------------------------------------
@@ -195,7 +185,7 @@ def disk_full(monkeypatch):
 
 
 @pytest.mark.parametrize(("state", "options"), [(TRUTH, SHARD), (LARGE, LARGE_SHARD)], ids=["small", "large"])
-def test_a_disk_that_is_full_half_way(tmp_path, out, disk_full, state, options):
+def test_a_disk_that_is_full_half_way(source, tmp_path, out, disk_full, state, options):
     """What is finished is kept, and not written again."""
     src = source(tmp_path / "src", state)
     disk_full(SHARDS[1])
@@ -281,6 +271,102 @@ def test_the_only_weight_file_comes_last(src, out, monkeypatch, renamed):
     assert_same_model(out, TRUTH)
 
 
+class Killed(BaseException):
+    """Nothing that follows is run, as after SIGKILL."""
+
+
+@pytest.fixture
+def killed_at(monkeypatch):
+    """`killed_at(n)`: the n-th removal or renaming from now on is the last thing that a merge does.
+
+    What would tidy up afterwards does not either. None: nothing is killed any more; `steps` counts.
+    """
+    state = {"last": None, "steps": 0}
+
+    def counting(real):
+        def step(*args, **kwargs):
+            if state["last"] is not None and state["steps"] >= state["last"]:
+                raise Killed
+            state["steps"] += 1
+            return real(*args, **kwargs)
+
+        return step
+
+    for name in ("replace", "unlink", "rmdir"):
+        monkeypatch.setattr(os, name, counting(getattr(os, name)))
+    monkeypatch.setattr("lazymerge.output._tidy", lambda folder, made: None)
+
+    def start(last):
+        state.update(last=last, steps=0)
+        return state
+
+    return start
+
+
+def identities(folder: Path) -> dict[str, tuple[int, int]]:
+    """What changes if a file is written or put in its place again."""
+    files = [path for path in folder.rglob("*") if path.is_file() and ".lazymerge" not in path.parts]
+    return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns) for path in files}
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_killed_at_any_moment_of_publishing(source, src, tmp_path, killed_at, overwrite):
+    """Six files are renamed; from then on the same command finds the result, and writes nothing of it anew.
+
+    Once the journal is gone the result is one like any other.
+    """
+    state = killed_at(None)
+    lazymerge.merge(src, tmp_path / "whole", overwrite=overwrite, **SHARD)
+    steps = state["steps"]
+    found = []
+    for last in range(steps):
+        out = tmp_path / str(last)
+        killed_at(last)
+        with pytest.raises(Killed):
+            lazymerge.merge(src, out, overwrite=overwrite, **SHARD)
+        killed_at(None)
+        before = identities(out)
+        if not (out / ".lazymerge/journal.jsonl").exists():
+            if not overwrite:
+                with refused(OutputError, "not empty", dst=out):
+                    lazymerge.merge(src, out, **SHARD)
+            continue
+        report = lazymerge.merge(src, out, overwrite=overwrite, **SHARD)
+        assert report.resumed == tuple(SHARDS)
+        assert_same_model(out, TRUTH)
+        if len(before) == 6:
+            assert identities(out) == before
+            found.append(last)
+    assert len(found) > 1  # after the last renaming, and while the staging folder is removed
+    assert found[-1] < steps - 1
+
+
+def test_a_result_is_not_taken_for_that_of_another_job(src, out, killed_at):
+    killed_at(6)
+    with pytest.raises(Killed):
+        lazymerge.merge(src, out, **SHARD)
+    killed_at(None)
+    assert len(identities(out)) == 6
+    with refused(OutputError, "not empty", dst=out):
+        lazymerge.merge(src, out, dtype="bfloat16", **SHARD)
+    (out / SHARDS[0]).write_bytes(b"cut")
+    assert SHARDS[0] not in lazymerge.merge(src, out, **SHARD).resumed
+    assert_same_model(out, TRUTH)
+
+
+def test_a_sidecar_that_changed_since_is_copied_into_the_result(src, out, killed_at):
+    killed_at(6)
+    with pytest.raises(Killed):
+        lazymerge.merge(src, out, **SHARD)
+    killed_at(None)
+    before = identities(out)
+    (src / "config.json").write_text('{"a": 1}')
+    lazymerge.merge(src, out, **SHARD)
+    assert (out / "config.json").read_text() == '{"a": 1}'
+    changed = {path for path, identity in identities(out).items() if before[path] != identity}
+    assert changed == {str(out / "config.json")}
+
+
 @pytest.mark.parametrize("renamed", [0, 4])
 def test_another_merge_into_what_is_half_published(src, out, monkeypatch, renamed):
     """Nothing of the first result may stay beside the second."""
@@ -364,7 +450,7 @@ def test_a_disk_that_is_too_small(src, out, monkeypatch, existing):
     assert_same_model(out, TRUTH)
 
 
-def test_a_cast_that_overflows_leaves_nothing_that_loads(tmp_path, out):
+def test_a_cast_that_overflows_leaves_nothing_that_loads(source, tmp_path, out):
     state = {"fine": torch.ones(2), "too.large": torch.tensor([1.0, 70000.0, torch.inf])}
     src = source(tmp_path / "src", state)
     with pytest.raises(PlanError) as caught:

@@ -31,21 +31,9 @@ NORM = "model.norm.weight"
 
 
 @pytest.fixture
-def out(tmp_path: Path) -> Path:
-    """A destination that does not exist, nor does the folder around it."""
-    return tmp_path / "results" / "model"
-
-
-@pytest.fixture
 def hybrid(checkpoint, tmp_path) -> Made:
     """(ddp 2, fsdp 2): ranks 0 and 2 hold one half, 1 and 3 the other."""
     return copy_of(checkpoint("fsdp2-hsdp"), tmp_path / "run")
-
-
-@pytest.fixture
-def four(checkpoint, tmp_path) -> Made:
-    """Four ranks, each with a quarter."""
-    return copy_of(checkpoint("fsdp2-llama"), tmp_path / "run")
 
 
 # ---- replicas ----------------------------------------------------------------------------------------------
@@ -245,13 +233,6 @@ def test_nothing_there(tmp_path, out):
         lazymerge.merge(tmp_path / "no", out)
 
 
-def test_a_folder_that_looks_like_a_rank_file(four, out):
-    four.rank_file(1).unlink()
-    four.rank_file(1).mkdir()
-    with refused(IncompleteCheckpoint, "3 of 4", dst=out):
-        lazymerge.merge(four.root, out)
-
-
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
 def test_an_unreadable_rank(four, out):
     four.rank_file(1).chmod(0)
@@ -298,3 +279,21 @@ def test_a_file_that_is_nothing_but_a_command(four, tmp_path, out, container):
     assert str(path) in caught.value.problem
     assert not (tmp_path / "ran").exists()
     assert not out.parent.exists()
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize("output_format", ["safetensors", "bin"])
+def test_a_name_that_is_no_text(tmp_path, out, protocol, output_format):
+    """Half of a surrogate pair: spelled out it would be another name, which may be there too."""
+    state = {"a\\ud800b": torch.ones(2), "a\ud800b": torch.zeros(2)}
+    torch.save(state, tmp_path / "model.pt", pickle_protocol=protocol)
+    words = (str(tmp_path / "model.pt"), r"'a\ud800b'", "surrogate")
+    with refused(UnsupportedCheckpoint, *words, dst=out):
+        lazymerge.merge(tmp_path / "model.pt", out, output_format=output_format)
+
+
+def test_a_text_that_is_no_text_beside_the_tensors(tmp_path, out):
+    torch.save({"a": torch.ones(2), "note\ud800": "\ud800"}, tmp_path / "model.pt")
+    report = lazymerge.merge(tmp_path / "model.pt", out)
+    assert_same_model(out, {"a": torch.ones(2)})
+    assert json.loads(json.dumps(report.to_json()))["left_out"] == {"note\ud800": "no tensor but str"}

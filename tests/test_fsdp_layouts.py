@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -359,3 +361,20 @@ def test_an_entry_that_is_sharded_on_some_ranks_only(checkpoint, tmp_path):
     edit_rank(made, 3, lambda state: state.update({name: made.truth[name]}))
     with refused(InconsistentCheckpoint, name, "plain", "distributed", dst=tmp_path / "out"):
         lazymerge.merge(made.root, tmp_path / "out")
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_copy_of_a_checkpoint(copied, checkpoint):
+    """It shares files and gathers, and is a mapping of its own."""
+    made = checkpoint("fsdp2-llama")
+    opened = lazymerge.open(made.root)
+    other = copied(opened)
+    assert list(other) == list(opened)
+    assert all(other.gathers[name] is opened.gathers[name] for name in opened)
+    other.gathers.clear()
+    assert len(opened) == len(made.truth)
+
+
+def test_a_checkpoint_cannot_be_pickled(checkpoint):
+    with pytest.raises(TypeError, match="Open it again, or send a plan as JSON"):
+        pickle.dumps(lazymerge.open(checkpoint("fsdp2-llama").root))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 import sys
 import time
 from pathlib import Path
@@ -21,24 +22,12 @@ from lazymerge.errors import (
     IncompleteCheckpoint,
     NotACheckpoint,
     PlanError,
+    SourceError,
     UnsupportedCheckpoint,
 )
 from tests.checks import assert_same_model, refused, tied_away
 from tests.makers.layout import Made, copy_of, rank_file, renamed
 from tests.makers.ranks import run_ranks
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    """A destination that does not exist, nor does the folder around it."""
-    return tmp_path / "results" / "model"
-
-
-@pytest.fixture
-def four(checkpoint, tmp_path) -> Made:
-    """Four ranks, each with a quarter."""
-    return copy_of(checkpoint("fsdp2-llama"), tmp_path / "run")
-
 
 # ---- where the files are -----------------------------------------------------------------------------------
 
@@ -165,6 +154,46 @@ def watch(event: str, args: tuple[object, ...]) -> None:
 
 
 sys.addaudithook(watch)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "folder", "dangling", "loop"])
+@pytest.mark.parametrize("ranks", [[2], [0, 1, 2, 3]], ids=str)
+def test_what_stands_in_the_place_of_a_rank_file_is_named(four, out, kind, ranks):
+    """Not called missing, and never opened: a pipe would wait for somebody who writes."""
+    for rank in ranks:
+        path = four.rank_file(rank)
+        path.unlink()
+        if kind == "pipe":
+            os.mkfifo(path)
+        elif kind == "socket":
+            os.mknod(path, stat.S_IFSOCK | 0o600)
+        elif kind == "folder":
+            path.mkdir()
+        else:
+            path.symlink_to("gone.pt" if kind == "dangling" else path.name)
+    place = str(four.rank_file(ranks[0]))
+    said = {
+        "pipe": "is a named pipe, expected a file",
+        "socket": "is a socket, expected a file",
+        "folder": "is a folder, expected a file",
+        "dangling": "is a link to gone.pt, which is not there",
+        "loop": f"is a link to {Path(place).name}, which is not there",
+    }[kind]
+    with pytest.raises(SourceError) as caught:
+        lazymerge.merge(four.root, out)
+    assert type(caught.value) is SourceError
+    assert caught.value.problem == f"{place}: {said}"
+    assert caught.value.hint
+    assert not out.parent.exists()
+
+
+def test_rank_files_may_be_links(four, out):
+    for rank in range(4):
+        place = four.rank_file(rank)
+        place.rename(four.root / str(rank))
+        place.symlink_to(four.root / str(rank))
+    lazymerge.merge(four.root, out)
+    assert_same_model(out, four.truth, tied=tied_away(four))
 
 
 @pytest.fixture

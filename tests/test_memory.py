@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import filecmp
 import json
+import math
+import os
+import shutil
 import subprocess
 import sys
+import zipfile
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
 from torch.distributed.tensor import Partial, Shard
 
+import lazymerge
+from lazymerge.errors import OutputError
 from tests.makers.dtensors import Local, dtensors
 
 ROOM = 48 << 20
@@ -30,15 +40,18 @@ from huggingface_hub import split_state_dict_into_shards_factory
 data = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData")) * 1024
 room = arguments.pop("room")
 resource.setrlimit(resource.RLIMIT_DATA, (data + room, data + room))
-before = resident()
-report = lazymerge.merge(**arguments, max_workers=2)
+read = lambda: int(open("/proc/self/io").readline().split()[1])
+before, read_before = resident(), read()
+report = lazymerge.merge(**{"max_workers": 2, **arguments})
+rchar = read() - read_before
 peak = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
 print(json.dumps({"grown": peak - before, "peak": peak, "told": report.peak, "torch": "torch" in sys.modules,
-                  "predicted": report.predicted_peak}))
+                  "predicted": report.predicted_peak, "read": rchar, "disk": report.disk,
+                  "resumed": report.resumed}))
 """
 
 
-def merge_limited(room: int = ROOM, torch: bool = False, **arguments) -> dict[str, int]:
+def merge_limited(room: int = ROOM, torch: bool = False, **arguments) -> dict[str, Any]:
     """Merge in a process whose data segment may grow by `room` bytes only; what it measured of itself."""
     text = json.dumps({**arguments, "room": room, "torch": torch}, default=str)
     done = subprocess.run([sys.executable, "-c", LIMITED, text], capture_output=True, text=True, check=False)
@@ -141,3 +154,201 @@ def test_the_peak_is_what_was_predicted(rows, transposed, tmp_path, source, opti
     )
     assert measured["peak"] <= measured["predicted"] * 1.05
     assert measured["predicted"] <= measured["peak"] * 1.2
+
+
+# ---- 3 GB in 64 ranks, and an embedding of 1 GB ------------------------------------------------------------
+
+RANKS = """
+import json, sys
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+folder, world, tensors = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
+for rank in range(world):
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("fsdp",))
+    state = {}
+    for name, (shape, dim) in tensors.items():
+        shape[dim] //= world
+        state[name] = DTensor.from_local(torch.empty(shape), mesh, (Shard(dim),), run_check=False)
+        shape[dim] *= world
+    with torch.serialization.skip_data():
+        torch.save(state, f"{folder}/model_world_size_{world}_rank_{rank}.pt")
+    dist.destroy_process_group()
+"""
+"""Rank after rank in one process; where the elements belong are holes."""
+
+MARK = 64 << 10
+PAGE = 1 << 20
+SHARD = {"max_shard_size": 300 * 10**6}
+LARGE_TENSORS = {f"layers.{i:02}.weight": ((16384, 4096), 0) for i in range(11)}  # 256 MB each
+LARGE_TENSORS |= {"columns": ((16384, 4096), 1)}
+Large = namedtuple("Large", "folder nbytes tensors world")
+Usage = namedtuple("Usage", "total used free")
+
+
+def large(folder: Path, world: int, tensors: dict[str, tuple[tuple[int, int], int]]) -> Large:
+    """Rank files of float32 tensors that are holes but for random bytes at both ends of each storage."""
+    folder.mkdir()
+    torch.manual_seed(0)
+    command = [sys.executable, "-c", RANKS, str(folder), str(world), json.dumps(tensors)]
+    subprocess.run(command, check=True, capture_output=True)
+    for rank in range(world):
+        with open(rank_path(folder, world, rank), "r+b") as file:
+            for at, size in storages(folder, world, rank):
+                for place in (at, at + size - MARK):
+                    os.pwrite(file.fileno(), torch.randn(MARK // 4).numpy().tobytes(), place)
+    return Large(folder, sum(4 * math.prod(shape) for shape, _ in tensors.values()), tensors, world)
+
+
+def rank_path(folder: Path, world: int, rank: int) -> Path:
+    return folder / f"model_world_size_{world}_rank_{rank}.pt"
+
+
+def storages(folder: Path, world: int, rank: int) -> list[tuple[int, int]]:
+    """(offset, bytes) of each tensor's elements in a rank file, in the order of the tensors."""
+    path = rank_path(folder, world, rank)
+    with zipfile.ZipFile(path) as archive:
+        records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+    found = []
+    with open(path, "rb") as file:
+        for key in range(sum(name.startswith("data/") for name in records)):
+            info = records[f"data/{key}"]
+            if info.file_size < 2 * MARK:
+                continue  # the ranks of the mesh
+            head = os.pread(file.fileno(), 30, info.header_offset)
+            skip = int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
+            found.append((info.header_offset + 30 + skip, info.file_size))
+    return found
+
+
+def assert_holds(out: Path, made: Large, dtype: torch.dtype = torch.float32) -> None:
+    """Every element of the result is that of the rank file that it comes from, cast to `dtype`."""
+    placed: dict[str, Path] = {}
+    for path in out.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            placed |= dict.fromkeys(file.keys(), path)
+    assert set(placed) == set(made.tensors)
+    places = [storages(made.folder, made.world, rank) for rank in range(made.world)]
+    for number, (name, (shape, dim)) in enumerate(made.tensors.items()):
+        with safe_open(placed[name], "pt") as file:
+            whole = file.get_tensor(name)
+        assert (whole.shape, whole.dtype) == (shape, dtype)
+        for rank, part in enumerate(whole.chunk(made.world, dim)):
+            at, size = places[rank][number]
+            path = rank_path(made.folder, made.world, rank)
+            local = torch.from_file(str(path), size=(at + size) // 4)[at // 4 :].view(part.shape)
+            assert at % 4 == 0
+            assert torch.equal(part, local.to(dtype)), (name, rank)
+
+
+def on_disk(folder: Path) -> int:
+    """Bytes that the files of a folder take, as the file system counts them."""
+    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.fixture(scope="module")
+def ranks64(tmp_path_factory) -> Iterator[Large]:
+    """3 GB in twelve tensors, the last one in columns, over 64 ranks."""
+    folder = tmp_path_factory.mktemp("ranks64")
+    yield large(folder / "src", 64, LARGE_TENSORS)
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def results(tmp_path) -> Iterator[Path]:
+    """A folder for results, which are large."""
+    yield tmp_path
+    for path in tmp_path.iterdir():
+        shutil.rmtree(path)
+
+
+def assert_foretold(measured: dict[str, Any], out: Path) -> None:
+    """The peak and the disk within a fifth of what was predicted."""
+    assert abs(measured["predicted"] - measured["peak"]) <= 0.2 * measured["peak"]
+    assert abs(measured["disk"] - on_disk(out)) <= 0.2 * on_disk(out)
+
+
+@pytest.mark.slow
+def test_three_gigabytes_of_64_ranks(ranks64, results):
+    """Within the budget, the same bytes with 1 and 4 workers, and as much memory and disk as foretold."""
+    assert ranks64.nbytes > 3 * 10**9
+    for workers in (1, 4):
+        out = results / str(workers)
+        measured = merge_limited(
+            src=ranks64.folder, dst=out, max_ram="200MB", max_workers=workers, room=200 << 20, **SHARD
+        )
+        assert measured["peak"] <= 200 * 10**6
+        assert ranks64.nbytes <= measured["read"] <= 1.1 * ranks64.nbytes
+        assert_foretold(measured, out)
+    assert_holds(results / "1", ranks64)
+    names = sorted(path.name for path in (results / "1").iterdir())
+    assert sorted(path.name for path in (results / "4").iterdir()) == names
+    assert len(names) == 12 + 1
+    for name in names:
+        assert filecmp.cmp(results / "1" / name, results / "4" / name, shallow=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [None, "float16"])
+def test_an_embedding_of_a_gigabyte(results, dtype):
+    made = large(results / "src", 4, {"model.embed_tokens.weight": ((65536, 4096), 0)})
+    measured = merge_limited(
+        room=128 << 20, torch=dtype is not None, src=made.folder, dst=results / "out", dtype=dtype
+    )
+    assert measured["grown"] < 128 << 20
+    assert_foretold(measured, results / "out")
+    assert_holds(results / "out", made, torch.float16 if dtype else torch.float32)
+
+
+@pytest.mark.slow
+def test_killed_half_way_and_run_again(ranks64, results):
+    """What was finished is neither written again nor read again."""
+    out = results / "out"
+    command = [sys.executable, "-m", "lazymerge", "merge", str(ranks64.folder), str(out)]
+    command += ["--max-shard-size", str(SHARD["max_shard_size"]), "--max-workers", "1"]
+    running = subprocess.Popen([*command, "--log-level", "debug"], stderr=subprocess.PIPE, text=True)
+    assert running.stderr is not None
+    assert any("finished model-00006-of-" in line for line in running.stderr)
+    running.kill()
+    assert running.wait() == -9
+    running.stderr.close()
+    before = {path.name: path.stat() for path in (out / ".lazymerge").glob("*.safetensors")}
+    measured = merge_limited(src=ranks64.folder, dst=out, **SHARD)
+    resumed = measured["resumed"]
+    assert 6 <= len(resumed) < 12
+    for name in resumed:
+        now = (out / name).stat()
+        assert (now.st_ino, now.st_mtime_ns) == (before[name].st_ino, before[name].st_mtime_ns)
+    left = ranks64.nbytes * (12 - len(resumed)) // 12
+    assert left <= measured["read"] <= left + 0.1 * ranks64.nbytes / 12 + (64 << 20)
+    assert_holds(out, ranks64)
+
+
+@pytest.fixture
+def small_disk(tmp_path, monkeypatch) -> Iterator[tuple[Path, int]]:
+    """A folder on a disk of 64 MB, and the bytes that are free there; a pretended one without root."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "none", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(64 << 20, 0, 64 << 20))
+        yield folder, 64 << 20
+    else:
+        yield folder, shutil.disk_usage(folder).free
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.slow
+def test_a_small_disk_is_refused_before_work(ranks64, small_disk):
+    folder, free = small_disk
+    events: list[object] = []
+    with pytest.raises(OutputError) as caught:
+        lazymerge.merge(ranks64.folder, folder / "out", on_progress=events.append, **SHARD)
+    assert events == []
+    needed, found = (int(word.replace(",", "")) for word in caught.value.problem.split() if word[0].isdigit())
+    assert ranks64.nbytes <= needed <= ranks64.nbytes + PAGE
+    assert free - PAGE <= found <= free  # the lock and the journal take a page each
+    assert f"{needed - found:,}" in caught.value.hint
+    assert list(folder.iterdir()) == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import zipfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -64,22 +63,11 @@ COLLECTIONS: dict[str, dict[str, torch.Tensor]] = {
 }
 
 
-def source(folder: Path, state: dict[str, torch.Tensor]) -> Path:
-    folder.mkdir()
-    torch.save(state, folder / "pytorch_model.bin")
-    return folder
-
-
-@pytest.fixture
-def out(tmp_path) -> Path:
-    return tmp_path / "out"
-
-
 # ---- safetensors -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("collection", list(COLLECTIONS))
-def test_the_file_is_that_of_save_file(tmp_path, out, collection):
+def test_the_file_is_that_of_save_file(source, tmp_path, out, collection):
     state = COLLECTIONS[collection]
     lazymerge.merge(source(tmp_path / "src", state), out)
     save_file(state, tmp_path / "expected", metadata={"format": "pt"})
@@ -108,7 +96,7 @@ def test_shards_are_split_as_the_hub_splits_them(checkpoint, tmp_path, out, name
     assert {path: (out / path).stat().st_size for path in report.files} == dict(report.files)
 
 
-def test_a_tensor_that_is_larger_than_a_shard(tmp_path, out):
+def test_a_tensor_that_is_larger_than_a_shard(source, tmp_path, out):
     state = {"a": torch.ones(2), "large": torch.ones(100), "z": torch.ones(2)}
     lazymerge.merge(source(tmp_path / "src", state), out, max_shard_size=16)
     assert_same_model(out, state)
@@ -116,13 +104,13 @@ def test_a_tensor_that_is_larger_than_a_shard(tmp_path, out):
 
 
 @pytest.mark.parametrize("size", [0, -1, "0B", "much", "5XB", ""])
-def test_a_shard_size_that_is_none(tmp_path, out, size):
+def test_a_shard_size_that_is_none(source, tmp_path, out, size):
     with refused(PlanError, repr(size), dst=out):
         lazymerge.merge(source(tmp_path / "src", {"x": torch.ones(2)}), out, max_shard_size=size)
 
 
 @pytest.mark.parametrize("name", UNSAFE_DTYPES)
-def test_a_dtype_that_safetensors_has_not(tmp_path, out, name):
+def test_a_dtype_that_safetensors_has_not(source, tmp_path, out, name):
     src = source(tmp_path / "src", {"fine": torch.ones(2), "odd": of_dtype(name, 3)})
     with refused(PlanError, "odd", name, "--exclude", "bin", dst=out):
         lazymerge.merge(src, out)
@@ -132,7 +120,7 @@ def test_a_dtype_that_safetensors_has_not(tmp_path, out, name):
 
 @pytest.mark.parametrize("options", [{}, {"dtype": "bf16"}, {"output_format": "bin"}], ids=str)
 @pytest.mark.parametrize("kind", ["small", "large"])
-def test_the_same_bytes_whatever_the_workers(checkpoint, tmp_path, kind, options):
+def test_the_same_bytes_whatever_the_workers(source, checkpoint, tmp_path, kind, options):
     """Small tensors go through buffers, large ones through the kernel, both when they are cast."""
     src = checkpoint("fsdp2-tp-uneven").root
     if kind == "large":
@@ -152,7 +140,7 @@ def test_the_same_bytes_whatever_the_workers(checkpoint, tmp_path, kind, options
 @pytest.mark.parametrize("collection", [*COLLECTIONS, "unsafe"])
 @pytest.mark.parametrize("mmap", [True, False])
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-def test_a_bin_is_read_by_torch(tmp_path, out, collection, mmap):
+def test_a_bin_is_read_by_torch(source, tmp_path, out, collection, mmap):
     unsafe = {name: of_dtype(name, 3, 2) for name in UNSAFE_DTYPES}
     state = COLLECTIONS.get(collection, unsafe)
     lazymerge.merge(source(tmp_path / "src", state), out, output_format="bin")
@@ -183,14 +171,14 @@ def test_a_bin_loads_in_transformers(checkpoint, out):
     assert_same_tensors(dict(model.state_dict()), made.truth)
 
 
-def test_a_bin_can_be_merged_again(tmp_path, out):
+def test_a_bin_can_be_merged_again(source, tmp_path, out):
     state = COLLECTIONS["dtypes"]
     lazymerge.merge(source(tmp_path / "src", state), tmp_path / "bin", output_format="bin")
     lazymerge.merge(tmp_path / "bin", out)
     assert_same_model(out, state)
 
 
-def test_a_format_that_is_none(tmp_path, out):
+def test_a_format_that_is_none(source, tmp_path, out):
     with refused(PlanError, "gguf", "safetensors or bin", dst=out):
         lazymerge.merge(source(tmp_path / "src", {"x": torch.ones(2)}), out, output_format="gguf")
 
@@ -211,7 +199,7 @@ NAMES = ["model.layers.0.q.weight", "model.layers.10.q.weight", "model.layers.1.
     ],
     ids=str,
 )
-def test_include_and_exclude(tmp_path, out, options, kept):
+def test_include_and_exclude(source, tmp_path, out, options, kept):
     state = {name: torch.full((2,), float(i)) for i, name in enumerate(NAMES)}
     report = lazymerge.merge(source(tmp_path / "src", state), out, **options)
     assert_same_model(out, {NAMES[i]: state[NAMES[i]] for i in kept})
@@ -219,24 +207,24 @@ def test_include_and_exclude(tmp_path, out, options, kept):
 
 
 @pytest.mark.parametrize("option", ["include", "exclude"])
-def test_a_pattern_that_matches_nothing(tmp_path, out, option):
+def test_a_pattern_that_matches_nothing(source, tmp_path, out, option):
     src = source(tmp_path / "src", {name: torch.ones(2) for name in NAMES})
     with refused(PlanError, f"--{option}", "'lmhead*'", NAMES[0], dst=out):
         lazymerge.merge(src, out, **{option: ["*.weight", "lmhead*"]})
 
 
-def test_nothing_is_left(tmp_path, out):
+def test_nothing_is_left(source, tmp_path, out):
     with refused(PlanError, "no tensor is left", "--exclude", dst=out):
         lazymerge.merge(source(tmp_path / "src", {"x": torch.ones(2)}), out, exclude=["*"])
 
 
-def test_patterns_are_of_the_names_without_wrappers(tmp_path, out):
+def test_patterns_are_of_the_names_without_wrappers(source, tmp_path, out):
     src = source(tmp_path / "src", {"module.a": torch.ones(2), "module.b": torch.ones(3)})
     lazymerge.merge(src, out, include=["a"])
     assert_same_model(out, {"a": torch.ones(2)})
 
 
-def test_a_tensor_that_is_no_array_of_bytes(tmp_path, out):
+def test_a_tensor_that_is_no_array_of_bytes(source, tmp_path, out):
     """It is refused before patterns are looked at, so the hint must not advise them."""
     src = source(tmp_path / "src", {"x": torch.ones(2), "odd": torch.eye(3).to_sparse()})
     with refused(UnsupportedCheckpoint, "odd in ", str(src), "sparse", "plain tensors", dst=out):
@@ -262,21 +250,15 @@ def test_the_report_counts_what_is_there(checkpoint, out):
     json.dumps(report.to_json())
 
 
-def source_of(folder, **tensors):
-    folder.mkdir()
-    torch.save(tensors or {"w": torch.ones(4)}, folder / "model.pt")
-    return folder
-
-
-def test_a_name_that_safetensors_keeps_for_itself(tmp_path):
-    src = source_of(tmp_path / "run", __metadata__=torch.ones(2))
+def test_a_name_that_safetensors_keeps_for_itself(source, tmp_path):
+    src = source(tmp_path / "run", {"__metadata__": torch.ones(2)})
     with pytest.raises(PlanError, match="__metadata__"):
         lazymerge.merge(src, tmp_path / "out")
     lazymerge.merge(src, tmp_path / "bin", output_format="bin")
 
 
-def test_overwriting_leaves_adapters_and_takes_stale_sidecars(tmp_path):
-    src, out = source_of(tmp_path / "run"), tmp_path / "out"
+def test_overwriting_leaves_adapters_and_takes_stale_sidecars(source, tmp_path):
+    src, out = source(tmp_path / "run", {"w": torch.ones(4)}), tmp_path / "out"
     out.mkdir()
     for name in ("model-00001-of-00002.safetensors", "consolidated.safetensors", "chat_template.jinja"):
         (out / name).write_text("old")
@@ -285,8 +267,12 @@ def test_overwriting_leaves_adapters_and_takes_stale_sidecars(tmp_path):
     assert sorted(path.name for path in out.iterdir()) == ["adapter_model.safetensors", "model.safetensors"]
 
 
-def test_a_staging_folder_that_is_a_link(tmp_path):
-    src, out, precious = source_of(tmp_path / "run"), tmp_path / "out", tmp_path / "precious"
+def test_a_staging_folder_that_is_a_link(source, tmp_path):
+    src, out, precious = (
+        source(tmp_path / "run", {"w": torch.ones(4)}),
+        tmp_path / "out",
+        tmp_path / "precious",
+    )
     out.mkdir()
     precious.mkdir()
     (precious / "important").write_text("keep")
@@ -296,22 +282,22 @@ def test_a_staging_folder_that_is_a_link(tmp_path):
     assert (precious / "important").read_text() == "keep"
 
 
-def test_a_source_that_is_written_meanwhile(tmp_path):
-    src, out = source_of(tmp_path / "run", w=torch.ones(1 << 18)), tmp_path / "out"
+def test_a_source_that_is_written_meanwhile(source, tmp_path):
+    src, out = source(tmp_path / "run", {"w": torch.ones(1 << 18)}), tmp_path / "out"
 
     def write(progress):
         if progress.stage == "write":
-            content = (src / "model.pt").read_bytes()
-            (src / "model.pt").write_bytes(content)
-            os.utime(src / "model.pt", ns=(1, 1))
+            content = (src / "pytorch_model.bin").read_bytes()
+            (src / "pytorch_model.bin").write_bytes(content)
+            os.utime(src / "pytorch_model.bin", ns=(1, 1))
 
-    with pytest.raises(InconsistentCheckpoint, match=r"model\.pt: has changed while it was read"):
+    with pytest.raises(InconsistentCheckpoint, match=r"pytorch_model\.bin: has changed while it was read"):
         lazymerge.merge(src, out, on_progress=write)
     assert not (out / "model.safetensors").exists()
 
 
-def test_a_merge_goes_on_by_another_spelling_of_its_source(tmp_path, monkeypatch):
-    src, out = source_of(tmp_path / "run", a=torch.ones(1000), b=torch.zeros(1000)), tmp_path / "out"
+def test_a_merge_goes_on_by_another_spelling_of_its_source(source, tmp_path, monkeypatch):
+    src, out = source(tmp_path / "run", {"a": torch.ones(1000), "b": torch.zeros(1000)}), tmp_path / "out"
 
     def stop(progress):
         if progress.file == "model-00002-of-00002.safetensors":

@@ -30,11 +30,6 @@ def src(tmp_path) -> Path:
     return folder
 
 
-@pytest.fixture
-def out(tmp_path) -> Path:
-    return tmp_path / "results" / "model"
-
-
 def names(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 

@@ -6,7 +6,9 @@ import copy
 import io
 import logging
 import math
+import pickle
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import islice
 
 import pytest
@@ -14,9 +16,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import lazymerge
 from lazymerge import compute
 from lazymerge.compute import in_memory
+from lazymerge.errors import PlanError
 from lazymerge.gather import cat
+from lazymerge.plan import make_plan
 from lazymerge.tensor import LazyTensor
 
 
@@ -194,12 +199,80 @@ def test_what_reaches_for_the_data_gets_it():
     assert (x.numpy() == truth.numpy()).all()
     assert x.tolist() == truth.tolist()
     assert x[0, 1].item() == 1.0
-    buffer = io.BytesIO()
-    torch.save(x, buffer)
-    buffer.seek(0)
-    assert torch.equal(torch.load(buffer), truth)
-    assert torch.equal(copy.deepcopy(x).materialize(), truth)
     assert repr(x) == "LazyTensor(shape=(2, 3), dtype=torch.float32)"
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_copy_is_lazy_and_shares_the_gather(copied, monkeypatch):
+    truth = torch.arange(6.0).reshape(2, 3)
+    x = lazy(truth).t()
+    with monkeypatch.context() as patch:
+        patch.setattr(LazyTensor, "materialize", lambda self: pytest.fail("read"))
+        made = copied({"x": x, "again": x})["x"]
+    assert made.lazy_gather is x.lazy_gather
+    assert_same(made, truth.t())
+
+
+@pytest.mark.parametrize("dump", [pickle.dumps, lambda x: torch.save({"x": x}, io.BytesIO())])
+def test_it_cannot_be_pickled(dump):
+    with pytest.raises(TypeError, match=r"materialize\(\).*open the checkpoint again.*plan as JSON"):
+        dump(lazy(torch.ones(3)))
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda v, m: v @ m,
+        torch.matmul,
+        lambda v, m: m.t() @ v,
+        lambda v, m: v @ torch.stack([m, m]),
+        lambda v, m: torch.stack([m, m]).transpose(1, 2) @ v,
+        lambda v, m: torch.nn.functional.linear(v, m.t()),
+        lambda v, m: v @ v,
+    ],
+    ids=["v @ M", "matmul", "M @ v", "v @ MM", "MM @ v", "linear", "v @ v"],
+)
+@pytest.mark.parametrize("kinds", ["ll", "lr", "rl"])
+def test_products_of_vectors(product, kinds):
+    """Small integers: exact however they are summed."""
+    operands = [(torch.arange(6.0) - 2), (torch.arange(24.0) % 5).reshape(6, 4)]
+    mixed = [lazy(x) if kind == "l" else x for x, kind in zip(operands, kinds, strict=True)]
+    assert_same(product(*mixed), product(*operands))
+
+
+def test_the_product_of_a_vector_is_not_read_before_it_is_asked_for(monkeypatch):
+    v, m = torch.arange(6.0), torch.arange(24.0).reshape(6, 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(LazyTensor, "materialize", lambda self: pytest.fail("read"))
+        product = lazy(v) @ lazy(m)
+        row = product[1:] + 1
+    assert product.shape == (4,)
+    assert_same(row, (v @ m)[1:] + 1)
+
+
+def test_squeezing_in_place_is_torchs_own():
+    for shape, dim in [((1, 4), 0), ((4, 1), -1), ((2, 3), 0), ((1,), 0)]:
+        eager = torch.arange(float(math.prod(shape))).reshape(shape)
+        x = lazy(eager.clone())
+        kept, made = x[:], x.squeeze_(dim)
+        assert made is x
+        assert_same(kept, eager)
+        assert_same(made, eager.squeeze_(dim))
+
+
+def test_squeezing_a_dimension_that_is_not_there():
+    x = lazy(torch.zeros(1, 3))
+    with pytest.raises(IndexError):
+        x.squeeze_(2)
+    assert x.shape == x.lazy_gather.shape == (1, 3)
+
+
+def test_what_the_page_says_of_data():
+    truth = torch.arange(4.0)
+    for write in (lambda real, x: real.data.copy_(x), lambda real, x: setattr(real, "data", x.materialize())):
+        real = torch.nn.Parameter(torch.zeros(4))
+        write(real, lazy(truth))
+        assert torch.equal(real, truth)
 
 
 def test_blocks_cover_it():
@@ -292,3 +365,70 @@ def test_casts_of_casts():
     once = lazy(truth).to(torch.float64)
     assert_same(once.to(torch.float32).to(torch.bfloat16), truth.to(torch.bfloat16))
     assert_same(once.to(torch.float16) + once.to(torch.float16), truth.to(torch.float16) * 2)
+
+
+# ---- many steps --------------------------------------------------------------------------------------------
+
+
+STEPS = {
+    "add": lambda x: x + 1,
+    "product": lambda x: (x.t() @ x).t(),
+    "cast": lambda x: x.to(torch.float64 if x.dtype == torch.float32 else torch.float32).t(),
+    "bmm": lambda x: torch.bmm(x[None], x[None])[0],
+    "views": lambda x: x.reshape(2, 8).t().reshape(4, 4),
+    "cat and slice": lambda x: torch.cat([x, x[:1]])[1:],
+    "whole": lambda x: x + x.sum(),
+}
+
+
+@pytest.mark.parametrize("name", list(STEPS))
+def test_too_many_steps_are_refused_before_python_refuses_them(name):
+    """As many as are taken can be read and planned; what is one more is an error that says what to do."""
+    x: torch.Tensor = lazy(torch.zeros(4, 4))
+    eager = torch.zeros(4, 4)
+    with suppress(PlanError):
+        for _ in range(2000):
+            x, eager = STEPS[name](x), STEPS[name](eager)
+        pytest.fail("never refused")
+    assert_same(x, eager)
+    make_plan({"x": x.lazy_gather})
+    with pytest.raises(PlanError, match=r"too many steps(.|\n)*materialize\(\)"):
+        STEPS[name](x)
+    real = x.materialize()
+    assert_same(STEPS[name](lazy(real)), STEPS[name](real))
+
+
+def test_a_tensor_that_grows_by_steps_is_not_deep():
+    x: torch.Tensor = lazy(torch.zeros(1, 2))
+    for i in range(1500):
+        x = torch.cat([x, lazy(torch.full((1, 2), float(i)))])
+    assert_same(x[1:], torch.arange(1500.0)[:, None].expand(-1, 2).contiguous())
+
+
+def test_what_is_an_operand_twice_is_read_and_counted_once(tmp_path):
+    torch.save({"x": torch.ones(64, 64)}, tmp_path / "model.pt")
+    x = lazymerge.open(tmp_path / "model.pt")["x"]
+    for _ in range(60):
+        x = x + x
+    (tensor,) = make_plan({"x": x.lazy_gather}).tensors
+    assert tensor.reads == 64 * 64 * 4
+    assert tensor.computed[0].working_set(4096) < 1 << 20
+    assert torch.equal(x.materialize(), torch.full((64, 64), 2.0**60))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
+@pytest.mark.parametrize("average", [False, True])
+def test_a_sum_of_many_parts_is_added_in_their_order(dtype, average):
+    if average and dtype == torch.int64:
+        pytest.skip("no average of integers")
+    parts = [torch.randn(5, 7).mul(100).to(dtype) for _ in range(512)]
+    wide = torch.float32 if dtype == torch.bfloat16 else dtype
+    expected = parts[0].to(wide)
+    for part in parts[1:]:
+        expected = expected + part.to(wide)
+    if average:
+        expected = expected / len(parts)
+    summed = compute.total([in_memory(part) for part in parts], average=average)
+    assert_same(LazyTensor(summed), expected.to(dtype))
+    held = compute.working_set(summed, 1 << 20)
+    assert held < 5 << 20

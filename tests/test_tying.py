@@ -11,15 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
 
 import lazymerge
-from lazymerge.errors import PlanError
+from lazymerge.errors import DamagedFile, PlanError
 from tests.checks import assert_same_model, assert_same_tensors, refused, tied_away
 from tests.makers.models import MODELS
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TIED = {"tie_word_embeddings": True}
 NESTED = {"text_config": TIED}
+LLAMA = {**TIED, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 TEXT = {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -31,15 +34,6 @@ TEXT = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": True,
 }
-
-
-def save(folder: Path, state: dict[str, torch.Tensor], config: dict[str, Any] | None) -> Path:
-    """A full state dict with a config.json."""
-    folder.mkdir()
-    torch.save(state, folder / "pytorch_model.bin")
-    if config is not None:
-        (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def tensors(*names: str) -> dict[str, torch.Tensor]:
@@ -79,11 +73,11 @@ def test_a_tied_model_is_written_once(checkpoint, tmp_path, name):
 
 
 @pytest.mark.parametrize("one_storage", [True, False])
-def test_flag_and_both_keys(tmp_path, one_storage):
+def test_flag_and_both_keys(source, tmp_path, one_storage):
     state = tensors(EMBEDDING, HEAD)
     if one_storage:
         state[HEAD] = state[EMBEDDING]
-    report = lazymerge.merge(save(tmp_path / "src", state, TIED), tmp_path / "out")
+    report = lazymerge.merge(source(tmp_path / "src", state, TIED), tmp_path / "out")
     assert_same_model(tmp_path / "out", state, tied=[HEAD])
     assert report.notes == ()
 
@@ -99,23 +93,23 @@ def test_flag_and_both_keys(tmp_path, one_storage):
         ("base_model.model.model.embed_tokens.weight", "base_model.model.lm_head.weight"),
     ],
 )
-def test_other_names_of_the_pair(tmp_path, embedding, head):
+def test_other_names_of_the_pair(source, tmp_path, embedding, head):
     state = tensors(embedding, head)
-    lazymerge.merge(save(tmp_path / "src", state, TIED), tmp_path / "out")
+    lazymerge.merge(source(tmp_path / "src", state, TIED), tmp_path / "out")
     assert_same_model(tmp_path / "out", state, tied=[head])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_tied_pair_is_cast_once(tmp_path, dtype):
+def test_a_tied_pair_is_cast_once(source, tmp_path, dtype):
     state = tensors(EMBEDDING, HEAD)
-    lazymerge.merge(save(tmp_path / "src", state, TIED), tmp_path / "out", dtype=dtype)
+    lazymerge.merge(source(tmp_path / "src", state, TIED), tmp_path / "out", dtype=dtype)
     truth = {name: tensor.to(getattr(torch, dtype)) for name, tensor in state.items()}
     assert_same_model(tmp_path / "out", truth, tied=[HEAD])
 
 
-def test_a_tied_pair_in_a_bin(tmp_path):
+def test_a_tied_pair_in_a_bin(source, tmp_path):
     state = tensors(EMBEDDING, HEAD)
-    lazymerge.merge(save(tmp_path / "src", state, TIED), tmp_path / "out", output_format="bin")
+    lazymerge.merge(source(tmp_path / "src", state, TIED), tmp_path / "out", output_format="bin")
     del state[HEAD]
     found = torch.load(tmp_path / "out/pytorch_model.bin", weights_only=True)
     assert_same_tensors(found, state)
@@ -129,12 +123,12 @@ def test_a_tied_pair_in_a_bin(tmp_path):
 )
 @pytest.mark.parametrize("one_storage", [True, False])
 @pytest.mark.parametrize("output_format", ["safetensors", "bin"])
-def test_no_flag_and_equal_values(tmp_path, config, one_storage, output_format):
+def test_no_flag_and_equal_values(source, tmp_path, config, one_storage, output_format):
     """Both are written, and one storage under two names is no reason to complain."""
     state = tensors(EMBEDDING, HEAD)
     if one_storage:
         state[HEAD] = state[EMBEDDING]
-    src = save(tmp_path / "src", state, config)
+    src = source(tmp_path / "src", state, config)
     report = lazymerge.merge(src, tmp_path / "out", output_format=output_format)
     if output_format == "bin":
         assert_same_tensors(torch.load(tmp_path / "out/pytorch_model.bin", weights_only=True), state)
@@ -145,21 +139,21 @@ def test_no_flag_and_equal_values(tmp_path, config, one_storage, output_format):
 
 
 @pytest.mark.parametrize("change", ["value", "shape", "dtype"])
-def test_flag_and_values_that_differ(tmp_path, change):
+def test_flag_and_values_that_differ(source, tmp_path, change):
     state = tensors(EMBEDDING, HEAD)
     head = state[HEAD]
     state[HEAD] = {"value": head + (head == 11), "shape": head[:3].clone(), "dtype": head.half()}[change]
-    report = lazymerge.merge(save(tmp_path / "src", state, TIED), tmp_path / "out")
+    report = lazymerge.merge(source(tmp_path / "src", state, TIED), tmp_path / "out")
     assert_same_model(tmp_path / "out", state)
     (note,) = report.warnings
     assert note.tensor == HEAD
     assert EMBEDDING in note.text
 
 
-def test_differing_values_are_loaded_as_they_are(tmp_path):
+def test_differing_values_are_loaded_as_they_are(source, tmp_path):
     model, config = model_of("llama")
     config["tie_word_embeddings"] = True
-    lazymerge.merge(save(tmp_path / "src", dict(model.state_dict()), config), tmp_path / "out")
+    lazymerge.merge(source(tmp_path / "src", dict(model.state_dict()), config), tmp_path / "out")
     assert_loads(tmp_path / "out", model)
 
 
@@ -168,35 +162,35 @@ def test_differing_values_are_loaded_as_they_are(tmp_path):
 
 @pytest.mark.parametrize("name", ["llama-tied", "qwen2", "gpt2"])
 @pytest.mark.parametrize("left", ["head", "embedding", "both"])
-def test_whatever_is_left_of_the_pair_loads(tmp_path, name, left):
+def test_whatever_is_left_of_the_pair_loads(source, tmp_path, name, left):
     model, config = model_of(name)
     state = dict(model.state_dict())
     (embedding,) = (key for key in state if key.endswith(("embed_tokens.weight", "wte.weight")))
     whole = dict(state)
     if left != "both":
         del state[embedding if left == "head" else HEAD]
-    report = lazymerge.merge(save(tmp_path / "src", state, config), tmp_path / "out")
+    report = lazymerge.merge(source(tmp_path / "src", state, config), tmp_path / "out")
     assert_same_model(tmp_path / "out", whole, tied=[HEAD])
     assert_loads(tmp_path / "out", model)
     if left == "head":
         assert [note.tensor for note in report.notes] == [HEAD]
 
 
-def test_a_head_whose_embedding_nobody_knows(tmp_path):
-    src = save(tmp_path / "src", tensors(HEAD), {**TIED, "architectures": ["XForCausalLM"]})
+def test_a_head_whose_embedding_nobody_knows(source, tmp_path):
+    src = source(tmp_path / "src", tensors(HEAD), {**TIED, "architectures": ["XForCausalLM"]})
     with refused(PlanError, HEAD, "XForCausalLM", "tie_word_embeddings", dst=tmp_path / "out"):
         lazymerge.merge(src, tmp_path / "out")
 
 
 @pytest.mark.parametrize("config", [{"tie_word_embeddings": False}, {}], ids=["false", "silent"])
-def test_a_head_alone_without_the_flag(tmp_path, config):
-    lazymerge.merge(save(tmp_path / "src", tensors(HEAD), config), tmp_path / "out")
+def test_a_head_alone_without_the_flag(source, tmp_path, config):
+    lazymerge.merge(source(tmp_path / "src", tensors(HEAD), config), tmp_path / "out")
     assert_same_model(tmp_path / "out", tensors(HEAD))
 
 
-def test_a_flag_without_a_head(tmp_path):
+def test_a_flag_without_a_head(source, tmp_path):
     state = {"model.embed_tokens.weight": torch.ones(4, 3), "score.weight": torch.ones(2, 3)}
-    report = lazymerge.merge(save(tmp_path / "src", state, TIED), tmp_path / "out")
+    report = lazymerge.merge(source(tmp_path / "src", state, TIED), tmp_path / "out")
     assert_same_model(tmp_path / "out", state)
     assert report.notes == ()
 
@@ -206,8 +200,6 @@ def test_a_flag_without_a_head(tmp_path):
 
 def vision_model(kind: str) -> tuple[torch.nn.Module, dict[str, Any]]:
     """A model with a tower, tied by the config of its text part alone."""
-    import transformers
-
     sizes = {"hidden_size": 16, "intermediate_size": 16}
     if kind == "Llava":
         vision = {**sizes, "model_type": "clip_vision_model", "num_hidden_layers": 1, "image_size": 28}
@@ -224,53 +216,86 @@ def vision_model(kind: str) -> tuple[torch.nn.Module, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("kind", "tied"), [("Llava", [HEAD]), ("Qwen3VL", [])])
-def test_a_flag_in_the_text_config(tmp_path, kind, tied):
+def test_a_flag_in_the_text_config(source, tmp_path, kind, tied):
     """LLaVA's config hands the flag on to the whole model; Qwen3-VL's does not, and would draw the head."""
     model, config = vision_model(kind)
     state = dict(model.state_dict())
     state[HEAD] = state["model.language_model.embed_tokens.weight"].clone()
     model.load_state_dict(state)
-    lazymerge.merge(save(tmp_path / "src", state, config), tmp_path / "out")
+    lazymerge.merge(source(tmp_path / "src", state, config), tmp_path / "out")
     assert_same_model(tmp_path / "out", state, tied=tied)
     assert_loads(tmp_path / "out", model)
 
 
 @pytest.mark.parametrize("config", [NESTED, {**NESTED, "architectures": ["XForCausalLM"]}], ids=str)
-def test_a_flag_of_a_part_of_nobody_knows_what(tmp_path, config):
+def test_a_flag_of_a_part_of_nobody_knows_what(source, tmp_path, config):
     """Both are written: that loads whether the loader ties or not."""
     state = tensors(EMBEDDING, HEAD)
-    lazymerge.merge(save(tmp_path / "src", state, config), tmp_path / "out")
+    lazymerge.merge(source(tmp_path / "src", state, config), tmp_path / "out")
+    assert_same_model(tmp_path / "out", state)
+
+
+LLAVA = {"architectures": ["LlavaForConditionalGeneration"], **NESTED}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {**LLAVA, "architectures": ["logging"]},  # AttributeError
+        {**LLAVA, "quantization_config": 7},  # AttributeError
+        {**LLAVA, "vision_config": 5},  # StrictDataclassFieldValidationError
+        {**LLAVA, "vision_config": {"model_type": "nobody's"}},  # ValueError
+        {**LLAVA, "text_config": {**TIED, "model_type": ["llama"]}},  # TypeError
+        {
+            **LLAVA,
+            "text_config": {**TIED, "model_type": "llama", "num_attention_heads": 0},
+        },  # ZeroDivisionError
+    ],
+    ids=str,
+)
+def test_a_flag_of_a_part_of_a_config_that_transformers_does_not_take(source, tmp_path, config):
+    state = tensors(EMBEDDING, HEAD)
+    lazymerge.merge(source(tmp_path / "src", state, config), tmp_path / "out")
+    assert_same_model(tmp_path / "out", state)
+
+
+@pytest.mark.parametrize("flag", ["true", "false", 1, 0, 1.0, [], {}], ids=str)
+@pytest.mark.parametrize("part", [False, True], ids=["whole", "part"])
+def test_a_flag_that_is_neither_true_nor_false(source, tmp_path, flag, part):
+    config = {"model_type": "llama", "tie_word_embeddings": flag}
+    with pytest.raises(StrictDataclassError, match="tie_word_embeddings"):  # what transformers says to it
+        transformers.LlamaConfig.from_dict(config)
+    src = source(tmp_path / "src", tensors(EMBEDDING, HEAD), {"text_config": config} if part else config)
+    with refused(DamagedFile, "tie_word_embeddings", json.dumps(flag), "true or false", dst=tmp_path / "out"):
+        lazymerge.merge(src, tmp_path / "out")
+
+
+def test_a_flag_of_null_says_nothing(source, tmp_path):
+    state = tensors(EMBEDDING, HEAD)
+    lazymerge.merge(source(tmp_path / "src", state, {"tie_word_embeddings": None}), tmp_path / "out")
     assert_same_model(tmp_path / "out", state)
 
 
 @pytest.mark.parametrize(("outer", "tied"), [(True, [HEAD]), (False, [])])
-def test_the_outer_flag_decides(tmp_path, outer, tied):
+def test_the_outer_flag_decides(source, tmp_path, outer, tied):
     config = {"tie_word_embeddings": outer, "text_config": {"tie_word_embeddings": not outer}}
     state = tensors(EMBEDDING, HEAD)
-    lazymerge.merge(save(tmp_path / "src", state, config), tmp_path / "out")
+    lazymerge.merge(source(tmp_path / "src", state, config), tmp_path / "out")
     assert_same_model(tmp_path / "out", state, tied=tied)
 
 
-def saved(folder, **tensors):
-    folder.mkdir()
-    torch.save({name.replace("__", "."): tensor for name, tensor in tensors.items()}, folder / "model.pt")
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": True}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-def test_an_embedding_that_is_excluded_is_not_made_up_from_the_head(tmp_path):
+def test_an_embedding_that_is_excluded_is_not_made_up_from_the_head(source, tmp_path):
     embedding, head = torch.zeros(4, 2), torch.ones(4, 2)
-    src = saved(tmp_path / "run", model__embed_tokens__weight=embedding, lm_head__weight=head)
+    src = source(tmp_path / "src", {EMBEDDING: embedding, HEAD: head}, LLAMA)
     lazymerge.merge(src, tmp_path / "out", exclude=["model.embed_tokens.weight"])
     assert_same_model(tmp_path / "out", {"lm_head.weight": head})
 
 
-def test_a_head_that_equals_the_embedding_of_a_part_is_written(tmp_path):
+def test_a_head_that_equals_the_embedding_of_a_part_is_written(source, tmp_path):
     embedding, head = torch.zeros(4, 2), torch.ones(4, 2)
     names = {"model.embed_tokens.weight": embedding, "model.mtp.embed_tokens.weight": head}
     names["lm_head.weight"] = head
-    src = saved(tmp_path / "run", **{name.replace(".", "__"): tensor for name, tensor in names.items()})
+    src = source(tmp_path / "src", names, LLAMA)
     report = lazymerge.merge(src, tmp_path / "out")
     assert_same_model(tmp_path / "out", names)
     assert "values differ" in report.warnings[0].text

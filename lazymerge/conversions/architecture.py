@@ -72,6 +72,7 @@ class Architecture:
     tied       name -> the one that it is tied to; either may be absent
     optional   regular expressions of names that may be absent without loss
     ignored    regular expressions of names that a loader leaves: the class's own, and buffers not saved
+    swappable  regular expressions of names whose last two dimensions the loader swaps where that fits
     parts      parts beside the text model -> their names; each part may be absent as a whole
     config     config.json as it was given; `code` where the classes of its auto_map are, if they were used
     """
@@ -81,6 +82,7 @@ class Architecture:
     tied: Mapping[str, str] = field(default_factory=dict)
     optional: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    swappable: tuple[str, ...] = ()
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     code: Path | None = None
@@ -164,7 +166,14 @@ def differences(found: Mapping[str, Shape], architecture: Architecture) -> Diffe
             explained |= {one, other}
     optional = _pattern(architecture.optional)
     missing = [n for n in shapes if n not in found and n not in explained and not optional.search(n)]
-    misshapen = {n: (found[n], shape) for n, shape in shapes.items() if n in found and found[n] != shape}
+    swappable = _pattern(architecture.swappable)
+    misshapen = {
+        name: (found[name], shape)
+        for name, shape in shapes.items()
+        if name in found
+        and found[name] != shape
+        and not (found[name] == (*shape[:-2], *shape[:-3:-1]) and swappable.search(name))
+    }
     surplus: list[str] = []
     unknown: list[str] = []
     ignored: list[str] = []
@@ -373,6 +382,7 @@ def from_plain(data: Mapping[str, Any], config: Mapping[str, Any], code: Path | 
         tied=data["tied"],
         optional=tuple(data["optional"]),
         ignored=tuple(data["ignored"]),
+        swappable=tuple(data["swappable"]),
         parts={part: tuple(names) for part, names in data["parts"].items()},
         config=config,
         code=code,

@@ -88,6 +88,7 @@ def describe(model: Any) -> dict[str, Any]:
         "tied": hub_tied,
         "optional": sorted(model._keys_to_ignore_on_load_missing or ()),
         "ignored": sorted(ignored | set(model._keys_to_ignore_on_load_unexpected or ())),
+        "swappable": _swappable(model),
         "parts": _parts(model, state),
     }
 
@@ -143,6 +144,20 @@ def _hub(model: Any, state: Mapping[str, Any]) -> dict[str, list[int]]:
     from transformers.core_model_loading import revert_weight_conversion
 
     return {name: list(each.shape) for name, each in revert_weight_conversion(model, dict(state)).items()}
+
+
+def _swappable(model: Any) -> list[str]:
+    """Patterns of the tensors that the loader transposes if their shape is not the model's (Qwen3-VL-MoE)."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import Transpose, WeightConverter
+
+    return [
+        re.escape(pattern)
+        for transform in get_model_conversion_mapping(model, add_legacy=False)
+        if isinstance(transform, WeightConverter)
+        and any(isinstance(each, Transpose) and each.check_dims for each in transform.operations)
+        for pattern in transform.source_patterns
+    ]
 
 
 def _parts(model: Any, state: Mapping[str, Any]) -> dict[str, list[str]]:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import copy
 import importlib
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from lazymerge.checkpoint import Checkpoint, Note
-from lazymerge.errors import PlanError
+from lazymerge.errors import DamagedFile, PlanError
 from lazymerge.fill import equal
 from lazymerge.gather import Gather
 
@@ -58,19 +59,35 @@ def tied_by_config(config: Mapping[str, Any] | None) -> bool:
 
     Where only the config of a part says that it is tied, the model's class decides: some hand the flag
     on to the whole (LLaVA), others do not (Qwen3-VL), and would initialise a head that is left out.
+    Raises `DamagedFile` for a flag that is neither true nor false: only a missing one (or null, which
+    early versions of transformers wrote) says nothing.
     """
     config = config or {}
-    flag = config.get(FLAG)
-    if isinstance(flag, bool):
+    flag = _flag(config)
+    if flag is not None:
         return flag
     parts = [config.get(key) for key in ("text_config", "llm_config", "language_config", "decoder")]
-    if not any(isinstance(part, dict) and part.get(FLAG) is True for part in parts):
+    if not any(_flag(part) for part in parts if isinstance(part, dict)):
         return False
     try:
         whole = _model_class(config).config_class.from_dict(copy.deepcopy(dict(config)))
-    except Exception:  # no class that transformers has, or a config that it does not take
+    except Exception:
+        # No class that transformers has, or a config that it does not take. Hundreds of classes check
+        # their fields in their own ways, so what they raise has no common kind but this one. What is
+        # found out here is whether a loader ties; where there is none that can say it, none does.
         return False
     return bool(getattr(whole, FLAG, False))
+
+
+def _flag(config: Mapping[str, Any]) -> bool | None:
+    """What the config itself says; None if it says nothing, by a missing flag or null."""
+    flag = config.get(FLAG)
+    if flag is None or isinstance(flag, bool):
+        return flag
+    raise DamagedFile(
+        f"config.json: {FLAG} is {json.dumps(flag)[:40]}, expected true or false",
+        "transformers refuses such a config, or ignores the value: correct it, or give --hf-config DIR",
+    )
 
 
 def _ends_with(name: str, endings: tuple[str, ...]) -> bool:

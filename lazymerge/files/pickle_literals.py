@@ -43,14 +43,14 @@ def line(data: bytes, start: int) -> tuple[bytes, int]:
 
 
 def text(data: bytes, start: int, end: int) -> str:
-    """The UTF-8 text of a range; lone surrogates, which Python writes too, are spelled out."""
+    """The UTF-8 text of a range; lone surrogates, which Python writes too, stay what they are."""
     raw = _taken(data, start, end - start)
     try:
         return raw.decode()
     except UnicodeDecodeError:
         pass
     try:
-        return _printable(raw.decode("utf-8", "surrogatepass"))
+        return raw.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
         raise Malformed("a text that is not UTF-8") from None
 
@@ -68,10 +68,6 @@ def number(digits: bytes) -> int:
     except ValueError:
         pass
     raise Malformed(f"{_shown(digits)} where a number should be")
-
-
-def _printable(value: str) -> str:
-    return value.encode("utf-8", "backslashreplace").decode()
 
 
 def _shown(raw: bytes) -> str:
@@ -152,7 +148,7 @@ def _float_line(data: bytes, start: int) -> tuple[float, int]:
 def _unicode_line(data: bytes, start: int) -> tuple[str, int]:
     raw, end = line(data, start)
     try:
-        return _printable(raw.decode("raw-unicode-escape")), end
+        return raw.decode("raw-unicode-escape"), end
     except UnicodeDecodeError:
         raise Malformed("a text with a wrong escape") from None
 

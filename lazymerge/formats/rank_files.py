@@ -101,9 +101,21 @@ class _FileReader:
                 _refuse_hidden(file, name, item)
                 self._found.left_out[str(name)[:200]] = f"no tensor but {_kind(item)}"
             else:
+                _refuse_no_text(file, name)
                 entries.append((name, entry))
         self._entries.forget_meshes()
         return state, entries
+
+
+def _refuse_no_text(file: LocalFile, name: str) -> None:
+    """Python's strings may hold half of a surrogate pair; the JSON of safetensors is UTF-8 and may not."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise UnsupportedCheckpoint(
+            f"{file.path}: a tensor named {ascii(name)[:200]}, which holds half of a surrogate pair",
+            "no format can hold such a name: save the state dict again with another one",
+        ) from None
 
 
 def _state_dict(file: LocalFile, value: object, found: Found, depth: int = 0) -> dict[Any, Any]:

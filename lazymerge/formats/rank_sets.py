@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from lazymerge.errors import (
     DamagedFile,
     IncompleteCheckpoint,
     InconsistentCheckpoint,
+    SourceError,
 )
 from lazymerge.files.local import LocalFile
 
@@ -35,6 +37,13 @@ _FULL = ("pytorch_model.bin", "model.pt", "pytorch_model_fsdp.bin", "pytorch_mod
 _FULL_SUFFIXES = (".pt", ".pth", ".bin")
 _CONFIG = "fsdp_config.json"
 _MAX_WORLD = 1 << 20
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 
 
 @dataclass(slots=True)
@@ -129,14 +138,28 @@ def _rank_sets(paths: Iterable[Path]) -> list[RankSet]:
         for path in sorted(folder.iterdir()):
             for kind, pattern in enumerate(_RANKED):
                 match = pattern.fullmatch(path.name)
-                if match is None or not path.is_file():
+                if match is None:
                     continue
+                _refuse_no_file(path)
                 names = match.groupdict()
                 size = int(names["world"]) if "world" in names else world
                 key = (kind, names.get("world") or names.get("set") or "")
                 found = sets.setdefault(key, RankSet(_readable(path.name, names), size))
                 _add(found, int(names["rank"]), path)
     return list(sets.values())
+
+
+def _refuse_no_file(path: Path) -> None:
+    """Something else under a rank's name is not a missing rank: `SourceError` says what it is."""
+    if path.is_symlink() and not path.exists():
+        raise SourceError(
+            f"{path}: is a link to {path.readlink()}, which is not there",
+            "put the file itself there, or repair the link",
+        )
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "a special file")
+        raise SourceError(f"{path}: is {kind}, expected a file", "put the file itself there")
 
 
 def _readable(filename: str, names: dict[str, Any]) -> str:

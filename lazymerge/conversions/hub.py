@@ -1,0 +1,102 @@
+"""A trainer's checkpoint as the hub has it: names and layouts of the model that config.json names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lazymerge.checkpoint import Checkpoint, Note
+from lazymerge.conversions.architecture import Architecture, check, expected
+from lazymerge.conversions.megatron.convert import convert
+from lazymerge.conversions.megatron.families import load_family
+from lazymerge.conversions.megatron.mapping import parse_mapping
+from lazymerge.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class HubOptions:
+    """What a user can say about a conversion; arguments of `lazymerge.merge`."""
+
+    family: str | None = None
+    param_mapping: tuple[str, ...] = ()
+    tie_word_embedding: bool = False
+    is_value_model: bool = False
+    force_shape_match: bool = False
+    check: bool = True
+
+    def named(self) -> list[str]:
+        """The flags that only a conversion can follow, of those that were given."""
+        flags = {
+            "--family": self.family is not None,
+            "--param-mapping": self.param_mapping,
+            "--tie-word-embedding": self.tie_word_embedding,
+            "--is-value-model": self.is_value_model,
+            "--force-shape-match": self.force_shape_match,
+        }
+        return [flag for flag, given in flags.items() if given]
+
+
+@dataclass(frozen=True, slots=True)
+class Hub:
+    """The checkpoint under the hub's names, and the fields that its config.json has to have instead."""
+
+    checkpoint: Checkpoint
+    config_changes: Mapping[str, Any] = field(default_factory=dict)
+
+
+def to_hub(
+    checkpoint: Checkpoint,
+    config: Mapping[str, Any] | None,
+    options: HubOptions,
+    code: Path | None = None,
+) -> Hub:
+    """The checkpoint under the hub's names, checked against the model that `config` names.
+
+    A checkpoint of FSDP has such names already and stays as it is. `code` is the folder of the config's
+    remote code, where the user trusts it. Raises what the conversion and the check raise.
+    """
+    if checkpoint.format != "megatron":
+        if options.named():
+            raise PlanError(
+                f"{', '.join(options.named())}: only for Megatron checkpoints, this is {checkpoint.format}",
+                "leave it away",
+            )
+        return Hub(checkpoint)
+    architecture = _architecture(config, options, code)  # before the conversion imports torch
+    converted = convert(
+        checkpoint,
+        config,
+        family=load_family(options.family) if options.family else None,
+        mapping=parse_mapping(options.param_mapping),
+        tied=options.tie_word_embedding or None,
+        value_model=options.is_value_model or None,
+        force_shapes=options.force_shape_match,
+    )
+    if converted.config_changes:
+        architecture = _architecture({**(config or {}), **converted.config_changes}, options, code)
+    return Hub(_checked(converted.checkpoint, architecture, options), converted.config_changes)
+
+
+def _architecture(
+    config: Mapping[str, Any] | None, options: HubOptions, code: Path | None
+) -> Architecture | None:
+    wanted = options.check or options.force_shape_match
+    return expected(config, code=code) if wanted and config is not None else None
+
+
+def _checked(checkpoint: Checkpoint, architecture: Architecture | None, options: HubOptions) -> Checkpoint:
+    if architecture is None and options.force_shape_match:
+        raise PlanError(
+            "--force-shape-match: transformers has no class of this config.json to take shapes from",
+            "leave it away, or install the transformers that has it",
+        )
+    if architecture is None and options.check:
+        text = "names and shapes are not checked: transformers has no class of this config.json"
+        return checkpoint.with_notes(Note("warning", text))
+    if architecture is not None and options.force_shape_match:
+        from lazymerge.conversions.shapes import force_shapes
+
+        checkpoint = force_shapes(checkpoint, architecture)
+    return check(checkpoint, architecture) if architecture is not None and options.check else checkpoint

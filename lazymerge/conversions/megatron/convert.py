@@ -1,0 +1,291 @@
+"""A Megatron checkpoint under the hub's names and in its layouts. No byte is read.
+
+Every tensor is used by one rule of the family's table, or left out with a reason, or it is an error:
+nothing is dropped because nobody knew it. Layers, experts and blocks have to be complete, as many as
+config.json says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lazymerge.checkpoint import Checkpoint, Copy, Note
+from lazymerge.conversions.megatron import head as heads
+from lazymerge.conversions.megatron.complete import check_blocks, check_experts
+from lazymerge.conversions.megatron.families import family_of
+from lazymerge.conversions.megatron.family import Config, Family, Misfit
+from lazymerge.conversions.megatron.mapping import apply_mapping
+from lazymerge.conversions.megatron.table import CompiledRule, Match, Table
+from lazymerge.conversions.megatron.vocabulary import cut_vocabulary
+from lazymerge.errors import (
+    IncompleteCheckpoint,
+    InconsistentCheckpoint,
+    LazymergeError,
+    PlanError,
+    UnsupportedCheckpoint,
+)
+from lazymerge.gather import Gather
+
+EMBEDDING = "embedding.word_embeddings.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """The checkpoint as the hub has it, and the fields that its config.json has to have instead."""
+
+    checkpoint: Checkpoint
+    config_changes: dict[str, Any]
+
+
+def convert(
+    checkpoint: Checkpoint,
+    config: Mapping[str, Any] | None,
+    *,
+    family: Family | None = None,
+    mapping: Sequence[tuple[str, str]] = (),
+    tied: bool | None = None,
+    value_model: bool | None = None,
+    force_shapes: bool = False,
+) -> Converted:
+    """The checkpoint, whose names are canonical (lazymerge.formats.megatron), as a Hugging Face model.
+
+    config        what config.json holds
+    family        the table; default: that of the config's model_type
+    mapping       (OLD, NEW) pairs that come before the table (see `mapping.parse_mapping`)
+    tied          True: the output layer is tied, whatever says otherwise; else all that say so must agree
+    value_model   whether the output layer is a value head; None: its shape decides
+    force_shapes  leave a vocabulary of the wrong size as it is, for a later step to cut or to fill
+
+    Raises `SourceError` in its kinds for a checkpoint that does not go with the config, and `PlanError`
+    for a mapping that cannot be followed.
+    """
+    if config is None:
+        raise PlanError(
+            "config.json: not found; Megatron's files do not say what model they hold",
+            "give --hf-config DIR, the folder with the model's config.json",
+        )
+    family = family or family_of(config)
+    try:
+        text = config.get("text_config")
+        known = Config(text if isinstance(text, dict) else config, config, checkpoint.settings)
+        work = _Conversion(checkpoint, known, family, force_shapes)
+        return work.run(mapping, tied, value_model)
+    except Misfit as error:  # of the config itself; those of a tensor are caught where its name is known
+        raise PlanError(f"config.json: the conversion {error.problem}", _about(error.fields)) from None
+
+
+@dataclass(slots=True)
+class _Job:
+    """One application of a rule: the names that are its inputs so far."""
+
+    rule: CompiledRule
+    match: Match  # any of them: the numbers that all share
+    inputs: dict[tuple[int, int], str] = field(default_factory=dict)  # (position, collected number) -> name
+
+
+@dataclass(slots=True)
+class _Conversion:
+    """The state of one conversion."""
+
+    checkpoint: Checkpoint
+    config: Config
+    family: Family
+    force_shapes: bool
+    table: Table = field(init=False)
+    layers: int = field(init=False)
+    sources: dict[str, Gather] = field(init=False)
+    made: dict[str, Gather] = field(default_factory=dict)
+    owners: dict[str, str] = field(default_factory=dict)
+    became: dict[str, str] = field(default_factory=dict)  # Megatron name -> the first of what it became
+    left_out: dict[str, str] = field(default_factory=dict)
+    shifted: int = 0
+
+    def __post_init__(self) -> None:
+        self.table = Table(self.family.rules)
+        self.layers = self.config.layers
+        self.sources = dict(self.checkpoint.gathers)
+
+    def run(
+        self, mapping: Sequence[tuple[str, str]], tied: bool | None, value_model: bool | None
+    ) -> Converted:
+        mapped, self.left_out = apply_mapping(mapping, self.sources)
+        for name, new in mapped.items():
+            self._make(new, self.sources[name], name)
+        for name in (*mapped, *self.left_out):
+            del self.sources[name]
+        head = self._head(tied, value_model)
+        for name, new in head.names.items():
+            self._make(new, self.sources.pop(name), name)
+        for name, reason in head.left_out.items():
+            del self.sources[name]
+            self.left_out[name] = reason
+        self._cut_vocabulary()
+        matches = self._matches()
+        check_blocks(matches, self.config)
+        check_experts(matches, self.config)
+        for job in _jobs(matches.items()):
+            self._apply(job)
+        notes = (*head.notes, *self._notes(matches.values()))
+        made = self.checkpoint.with_gathers(self.made, *notes, left_out=self.left_out)
+        return Converted(replace(made, copies=self._copies()), dict(head.changes))
+
+    def _head(self, tied: bool | None, value_model: bool | None) -> heads.Head:
+        if heads.is_value_head(self.sources, self.config, value_model):
+            return heads.value_head(self.sources, self.config)
+        rule = self.table.find(heads.OUTPUT)
+        mapped = rule is not None and any(name in self.made for name in rule.rule.hf)
+        return heads.output_head(mapped or heads.OUTPUT in self.sources, self.config, self.family, tied)
+
+    def _cut_vocabulary(self) -> None:
+        for name in (EMBEDDING, heads.OUTPUT):
+            if name in self.sources:
+                self.sources[name] = cut_vocabulary(
+                    name, self.sources[name], self.config, force=self.force_shapes
+                )
+
+    def _matches(self) -> dict[str, Match]:
+        """The rule of every tensor that is left; those that the table drops are taken out."""
+        matches: dict[str, Match] = {}
+        unknown: list[str] = []
+        for name in self.sources:
+            match = self.table.find(name)
+            if match is None:
+                unknown.append(name)
+            elif match.rule.dropped:
+                self.left_out[name] = match.rule.dropped
+            else:
+                matches[name] = match
+        if unknown:
+            raise self._dead_end(unknown)
+        return matches
+
+    def _dead_end(self, unknown: list[str]) -> UnsupportedCheckpoint:
+        more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
+        nearest = ", ".join(self.table.nearest(unknown[0])) or "none"
+        return UnsupportedCheckpoint(
+            f"{unknown[0]}{more}: the table of {self.family.name} does not know it (nearest: {nearest})",
+            f"say where it goes with --param-mapping {unknown[0]}:NEW, or leave it out with"
+            f" --param-mapping {unknown[0]}: (nothing after the colon)",
+        )
+
+    def _apply(self, job: _Job) -> None:
+        """Make the tensors of one application of a rule."""
+        names = [self._inputs(job, position) for position in range(len(job.rule.megatron))]
+        flat = [name for each in names for name in ([each] if isinstance(each, str) else each)]
+        targets = [job.match.filled(name, self.layers) for name in job.rule.hf]
+        if job.rule.layout is None and len(flat) == len(targets) == 1:
+            self._make(targets[0], self.sources[flat[0]], flat[0])
+            return
+        dtypes = {self.sources[name].dtype.name for name in flat}
+        if len(dtypes) > 1:
+            raise InconsistentCheckpoint(
+                f"{flat[0]}: {' and '.join(sorted(dtypes))} among the {len(flat)} tensors that become"
+                f" {targets[0]}",
+                "nothing is cast silently; save the checkpoint in one dtype",
+            )
+        for name in flat:
+            self.became.setdefault(name, targets[0])
+        for target, gather in zip(targets, self._laid_out(job, names, len(targets)), strict=True):
+            self._make(target, gather, flat[0])
+
+    def _inputs(self, job: _Job, position: int) -> str | list[str]:
+        """The name of a rule's input, or all of them in order where it collects."""
+        template = job.rule.megatron[position]
+        numbers = sorted(number for at, number in job.inputs if at == position)
+        if not numbers:
+            missing = template.format_map({**job.match.numbers, job.rule.collected: 0})
+            present = next(iter(job.inputs.values()))
+            raise IncompleteCheckpoint(
+                f"{missing}: not in the checkpoint, which has {present}; they go together",
+                "give all of the checkpoint's files, or leave the other out with --param-mapping",
+            )
+        if f"{{{job.rule.collected}}}" not in template:
+            return job.inputs[position, 0]
+        return [job.inputs[position, number] for number in numbers]
+
+    def _laid_out(self, job: _Job, names: list[str | list[str]], count: int) -> list[Gather]:
+        """The layout's results, which are as many as the rule has names."""
+        import torch  # takes a second to import, and other checkpoints than Megatron's do not need it
+
+        from lazymerge.compute import in_memory
+        from lazymerge.conversions.megatron.layouts import NORMS
+        from lazymerge.tensor import LazyTensor
+
+        def lazy(name: str) -> torch.Tensor:
+            return LazyTensor(self.sources[name])
+
+        layout = job.rule.layout or (lambda config, *tensors: tensors)
+        first = names[0] if isinstance(names[0], str) else names[0][0]
+        tensors = [lazy(each) if isinstance(each, str) else [lazy(name) for name in each] for each in names]
+        try:
+            result = layout(self.config, *tensors)
+            results = [result] if isinstance(result, torch.Tensor) else list(result)
+        except Misfit as error:
+            raise InconsistentCheckpoint(f"{first}: {error.problem}", _about(error.fields)) from None
+        except LazymergeError:
+            raise
+        except Exception as error:  # a layout may be anyone's, and a hostile shape may break any of them
+            reason = (str(error).splitlines() or [""])[0]
+            raise UnsupportedCheckpoint(
+                f"{first}: its layout in the table of {self.family.name} fails on shape"
+                f" {self.sources[first].shape}: {type(error).__name__}: {reason}",
+                "check that config.json is this model's; if it is, the table is wrong",
+            ) from None
+        if len(results) != count or not all(isinstance(each, torch.Tensor) for each in results):
+            raise UnsupportedCheckpoint(
+                f"{first}: its layout gives {len(results)} results, expected {count} tensors",
+                f"the table of {self.family.name} is wrong",
+            )
+        made = [each.lazy_gather if isinstance(each, LazyTensor) else in_memory(each) for each in results]
+        if layout in NORMS and made[0] is not self.sources[first]:
+            self.shifted += 1
+        return made
+
+    def _make(self, name: str, gather: Gather, source: str) -> None:
+        if name in self.made:
+            raise InconsistentCheckpoint(
+                f"{self.owners[name]} and {source} both become {name}",
+                "they are two names for one tensor; leave one out with --param-mapping NAME:",
+            )
+        self.made[name] = gather
+        self.owners[name] = source
+        self.became.setdefault(source, name)
+
+    def _copies(self) -> Callable[[], Iterator[Copy]]:
+        """The pairs that should be equal, by what they became."""
+        copies, became = self.checkpoint.copies, self.became
+        return lambda: (copy._replace(name=became.get(copy.name, copy.name)) for copy in copies())
+
+    def _notes(self, matches: Iterable[Match]) -> list[Note]:
+        notes = []
+        if self.shifted:
+            text = f"{self.shifted} norms are stored centred at zero on one side: 1 is added or taken away"
+            notes.append(Note("info", text))
+        mtp = [match for match in matches if "K" in match.numbers]
+        if any("{M}" in name for match in mtp for name in match.rule.hf):
+            text = "MTP layers share embedding and output layer: the hub's copies of them are not written"
+            notes.append(Note("info", text))
+        named = self.config.hf.get("num_nextn_predict_layers")
+        if named and not mtp and self.table.find("mtp.layers.0.enorm.weight") is not None:
+            text = f"config.json has {named!r:.20} MTP layers (num_nextn_predict_layers), the checkpoint none"
+            notes.append(Note("info", text))
+        return notes
+
+
+def _jobs(matches: Iterable[tuple[str, Match]]) -> Iterable[_Job]:
+    """The matches put together by rule and by the numbers that its results have."""
+    jobs: dict[tuple[int, ...], _Job] = {}
+    for name, match in matches:
+        rule = match.rule
+        key = (rule.index, *(match.numbers.get(kept, -1) for kept in rule.kept))
+        job = jobs.setdefault(key, _Job(rule, match))
+        job.inputs[match.position, match.numbers.get(rule.collected, 0)] = name
+    return jobs.values()
+
+
+def _about(fields: tuple[str, ...]) -> str:
+    if not fields:
+        return "the file that it comes from is not what it should be, or config.json is another model's"
+    return f"check {', '.join(fields)} in config.json (--hf-config DIR gives another)"

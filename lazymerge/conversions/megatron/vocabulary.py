@@ -1,0 +1,57 @@
+"""The padded vocabulary: rows that Megatron adds to embedding and output layer are cut off again.
+
+It pads to a multiple of make_vocab_size_divisible_by (128) x the tensor-parallel size, so that the
+surplus is always smaller than that. Nothing on disk says how many rows are real: config.json does.
+The trainer's own vocab_size is no help, as it is the tokenizer's, or missing.
+"""
+
+from __future__ import annotations
+
+from lazymerge.conversions.megatron.family import Config
+from lazymerge.errors import InconsistentCheckpoint
+from lazymerge.gather import Gather
+
+_DIVISIBLE_BY = 128
+_MOST_TENSOR_PARALLEL = 64
+
+
+def cut_vocabulary(name: str, tensor: Gather, config: Config, *, force: bool = False) -> Gather:
+    """The tensor with vocab_size rows, if what it has beyond is padding.
+
+    Raises `InconsistentCheckpoint` for fewer rows, and for a surplus that padding does not explain;
+    with `force` such a tensor comes back as it is.
+    """
+    wanted = config.count("vocab_size")
+    rows = tensor.shape[0] if tensor.shape else 0
+    if rows == wanted:
+        return tensor
+    if rows > wanted and _is_padding(rows, rows - wanted, config):
+        return tensor.narrow(0, 0, wanted)
+    if force:
+        return tensor
+    fewer = "fewer than" if rows < wanted else "more, by no padding of Megatron's, than"
+    raise InconsistentCheckpoint(
+        f"{name}: {rows} rows, {fewer} the {wanted} of vocab_size in config.json",
+        "vocab_size is probably that of another model; give the right config.json by --hf-config, or"
+        " --force-shape-match to cut or to fill with zeros",
+    )
+
+
+def _is_padding(rows: int, surplus: int, config: Config) -> bool:
+    """Whether Megatron would pad to that many rows, and by so many."""
+    divisor = _setting(config, "make_vocab_size_divisible_by") or _DIVISIBLE_BY
+    ranks = _setting(config, "tensor_model_parallel_size")
+    padded = _setting(config, "padded_vocab_size")
+    if padded is not None and padded != rows:
+        return False
+    if padded == rows or ranks is None:  # padded once, for the ranks that it was begun with
+        sizes = [2**power for power in range(_MOST_TENSOR_PARALLEL.bit_length())]
+    else:
+        sizes = [ranks]
+    return any(rows % (divisor * size) == 0 and surplus < divisor * size for size in sizes)
+
+
+def _setting(config: Config, name: str) -> int | None:
+    """A positive number among the trainer's arguments; None where there is none."""
+    value = config.megatron.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
