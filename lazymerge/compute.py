@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import torch
 
 from lazymerge.boxes import Box, Shape
+from lazymerge.elements import in_memory, raw_bytes, torch_dtype
 from lazymerge.errors import PlanError
 from lazymerge.files.dtype import DTYPES, DType
 from lazymerge.files.region import Region, contiguous_strides
@@ -359,30 +360,6 @@ def working_set(gather: Gather, nbytes: int) -> int:
     return max((source.working_set(min(nbytes, source.size)) for source in sources), default=0)
 
 
-class Memory:
-    """The row-major bytes of a tensor that is in memory already, as a source."""
-
-    __slots__ = ("_bytes", "size")
-
-    def __init__(self, content: bytes | memoryview) -> None:
-        self._bytes = content
-        self.size = len(content)
-
-    @property
-    def name(self) -> str:
-        return "a tensor in memory"
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        buffer[:] = self._bytes[offset : offset + len(buffer)]
-
-
-def in_memory(tensor: torch.Tensor) -> Gather:
-    """A gather over a copy of a tensor in memory: what is done to the tensor later does not change it."""
-    shape, dtype = tuple(tensor.shape), dtype_of(tensor.dtype)
-    source = Memory(bytes(raw_bytes(tensor.detach())))
-    return of_region(Region(source, 0, dtype, shape, contiguous_strides(shape)))
-
-
 def read(gather: Gather, window: Box | None = None) -> torch.Tensor:
     """A window of a gather (default: all of it) as a new contiguous tensor of the window's shape."""
     window = window or Box.whole(gather.shape)
@@ -428,50 +405,6 @@ def cast(gather: Gather, dtype: DType, name: str | None = None) -> Gather:
     return computed.gather()
 
 
-def arguments_to_json(computed: Computed) -> dict[str, Any]:
-    """The arguments of a computation as plain data: operands by number, dtypes by name."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, Operand):
-            return {"operand": value.index}
-        if isinstance(value, torch.dtype):
-            return {"dtype": dtype_of(value).name}
-        if isinstance(value, list | tuple):
-            return [plain(item) for item in value]
-        if value is None or isinstance(value, bool | int | float | str):
-            return value
-        raise PlanError(
-            f"{computed.name}: its argument {value!r} is no plain data", "execute it in this process"
-        )
-
-    return {
-        "args": plain(computed.args),
-        "kwargs": {key: plain(value) for key, value in computed.kwargs.items()},
-    }
-
-
-def computed_from_json(
-    op: str,
-    operands: tuple[Gather, ...],
-    arguments: dict[str, Any],
-    shape: Shape,
-    dtype: DType,
-    checked: str | None,
-) -> Computed:
-    """The computation whose arguments `arguments_to_json` gave; `PlanError` for an unknown operator."""
-    if op not in OPERATORS:
-        raise PlanError(f"a plan with the unknown operator {op!r}", "make the plan again with this version")
-
-    def rich(value: Any) -> Any:
-        if isinstance(value, dict):
-            return Operand(value["operand"]) if "operand" in value else torch_dtype(DTYPES[value["dtype"]])
-        return [rich(item) for item in value] if isinstance(value, list) else value
-
-    args = tuple(rich(arguments["args"]))
-    kwargs = {key: rich(value) for key, value in arguments["kwargs"].items()}
-    return Computed(op, operands, args, kwargs, shape, dtype, checked)
-
-
 def total(parts: Sequence[Gather], *, average: bool = False) -> Gather:
     """The elementwise sum (or average) of gathers of one shape and dtype, in their order.
 
@@ -487,21 +420,3 @@ def total(parts: Sequence[Gather], *, average: bool = False) -> Gather:
 
 def _binary(op: str, one: Gather, other: Gather) -> Gather:
     return Computed(op, (one, other), (Operand(0), Operand(1)), {}, one.shape, one.dtype).gather()
-
-
-def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The elements of a tensor in row-major order as bytes; shared where it is contiguous."""
-    flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))  # one element may have any stride
-    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
-
-
-def torch_dtype(dtype: DType) -> torch.dtype:
-    """torch's own element type of that name."""
-    found = getattr(torch, dtype.name)
-    assert isinstance(found, torch.dtype)
-    return found
-
-
-def dtype_of(dtype: torch.dtype) -> DType:
-    """The element type by torch's name for it."""
-    return DTYPES[str(dtype).removeprefix("torch.")]

@@ -133,7 +133,7 @@ class _Writer:
         return {"memory": base64.b64encode(content).decode()}
 
     def _computation(self, source: Computed) -> dict[str, Any]:
-        from lazymerge.compute import arguments_to_json
+        from lazymerge.compute_json import arguments_to_json
 
         return {
             "op": source.op,
@@ -176,7 +176,8 @@ class _Reader:
             return file
         if "cast" in data:
             return self._cast(data)
-        from lazymerge.compute import Memory, computed_from_json
+        from lazymerge.compute_json import computed_from_json
+        from lazymerge.elements import Memory
 
         if "memory" in data:
             return Memory(base64.b64decode(data["memory"]))

@@ -21,17 +21,8 @@ import torch
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map
 
-from lazymerge.compute import (
-    OPERATORS,
-    Computed,
-    Operand,
-    cast,
-    dtype_of,
-    in_memory,
-    read,
-    read_blocks,
-    torch_dtype,
-)
+from lazymerge.compute import OPERATORS, Computed, Operand, cast, read, read_blocks
+from lazymerge.elements import dtype_of, in_memory, torch_dtype
 from lazymerge.gather import Gather, cat
 
 log = logging.getLogger(__name__)

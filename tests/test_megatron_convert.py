@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from lazymerge.checkpoint import Checkpoint, Copy
-from lazymerge.compute import in_memory
 from lazymerge.conversions.megatron import families
 from lazymerge.conversions.megatron.convert import Converted, convert
 from lazymerge.conversions.megatron.families import family_of, load_family
 from lazymerge.conversions.megatron.family import Family, Rule
+from lazymerge.elements import in_memory
 from lazymerge.errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,

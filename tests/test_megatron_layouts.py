@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from lazymerge.compute import in_memory
 from lazymerge.conversions.megatron import layouts
 from lazymerge.conversions.megatron.family import Config, Misfit
+from lazymerge.elements import in_memory
 from lazymerge.tensor import LazyTensor
 
 

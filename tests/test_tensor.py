@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lazymerge
-from lazymerge import compute
-from lazymerge.compute import in_memory
+from lazymerge import compute, elements
+from lazymerge.elements import in_memory
 from lazymerge.errors import PlanError
 from lazymerge.gather import cat
 from lazymerge.plan import make_plan
@@ -33,7 +33,7 @@ def lazy(tensor: torch.Tensor, parts: int = 2) -> LazyTensor:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    return bytes(compute.raw_bytes(tensor))
+    return bytes(elements.raw_bytes(tensor))
 
 
 def assert_same(result: torch.Tensor, expected: torch.Tensor) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from lazymerge.checkpoint import Checkpoint, Note
-from lazymerge.compute import in_memory, torch_dtype
 from lazymerge.conversions.architecture import Architecture, Shape, compare
+from lazymerge.elements import in_memory, torch_dtype
 from lazymerge.errors import InconsistentCheckpoint
 from lazymerge.gather import Gather, cat
 

@@ -209,8 +209,8 @@ class _Conversion:
         """The layout's results, which are as many as the rule has names."""
         import torch  # takes a second to import, and other checkpoints than Megatron's do not need it
 
-        from lazymerge.compute import in_memory
         from lazymerge.conversions.megatron.layouts import NORMS
+        from lazymerge.elements import in_memory
         from lazymerge.tensor import LazyTensor
 
         def lazy(name: str) -> torch.Tensor:
