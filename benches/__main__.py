@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benches import merging, planning, starting
+from benches import megatron, merging, planning, starting
 from benches.measure import Place, can_drop_caches, remove
 from benches.merging import Row, Settings
 from benches.page import load, save, table, write_page
@@ -18,6 +18,7 @@ BENCHES: dict[str, Callable[[Settings], list[Row]]] = {
     "memory": merging.memory,
     "cast": merging.cast,
     "rows": merging.rows,
+    "megatron": megatron.megatron,
     "planning": planning.planning,
     "starting": starting.starting,
 }

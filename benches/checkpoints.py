@@ -102,7 +102,7 @@ def write(leaf: Path, recipe: Recipe) -> None:
     for rank in range(recipe.ranks):
         state = _state(recipe, rank, noise)
         torch.save(state, leaf / f"model_world_size_{recipe.ranks}_rank_{rank}.pt")
-    _write_config(leaf / "huggingface", recipe)
+    write_config(leaf / "huggingface", recipe)
     config = {"FSDP_version": 2, "world_size": recipe.ranks}
     (leaf / "fsdp_config.json").write_text(json.dumps(config, indent=4))
 
@@ -126,7 +126,7 @@ def _state(recipe: Recipe, rank: int, noise: torch.Tensor) -> dict[str, torch.Te
         local = [*shape]
         local[cut] //= recipe.ranks
         state[name] = DTensor.from_local(
-            _values(noise, prod(local), number * 7919 + rank * 104729).view(local),
+            values(noise, prod(local), number * 7919 + rank * 104729).view(local),
             mesh,
             [Shard(cut)],
             run_check=False,
@@ -136,7 +136,7 @@ def _state(recipe: Recipe, rank: int, noise: torch.Tensor) -> dict[str, torch.Te
     return state
 
 
-def _values(noise: torch.Tensor, count: int, seed: int) -> torch.Tensor:
+def values(noise: torch.Tensor, count: int, seed: int) -> torch.Tensor:
     """`count` elements of the noise from another place for each seed, in a storage of their own."""
     import torch
 
@@ -147,7 +147,7 @@ def _values(noise: torch.Tensor, count: int, seed: int) -> torch.Tensor:
     return torch.clone(values, memory_format=torch.contiguous_format)
 
 
-def _write_config(folder: Path, recipe: Recipe) -> None:
+def write_config(folder: Path, recipe: Recipe) -> None:
     """A tokenizer, without which verl's merger stops, and the config of the shapes."""
     from tests.makers.layout import write_huggingface_dir
 

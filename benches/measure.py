@@ -2,7 +2,8 @@
 
 Memory is what the operating system counts against the process, anonymous and mapped pages together;
 the page cache is nobody's. It is the larger of the kernel's own high-water mark (VmHWM) and the highest
-sum of RssAnon, RssFile and RssShmem among the samples, which are taken every few milliseconds. This
+sum of RssAnon, RssFile and RssShmem, of the process and its children, among the samples, which are taken
+every few milliseconds. This
 process imports no torch: a child's `ru_maxrss` starts at the size of its parent.
 """
 
@@ -83,17 +84,19 @@ def run(command: Sequence[str]) -> Run:
 
 
 class _Sampler(threading.Thread):
-    """Reads /proc/PID/status until told to stop."""
+    """Reads what the system says of a process and its children until told to stop."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
         self.peak = 0
-        self._path = f"/proc/{pid}/status"
+        self._pid = pid
         self._done = threading.Event()
 
     def run(self) -> None:
         while not self._done.is_set():
-            self.peak = max(self.peak, _resident(self._path))
+            high, now = _resident(self._pid)
+            children = sum(_resident(child)[1] for child in _children(self._pid))
+            self.peak = max(self.peak, high, now + children)
             self._done.wait(_INTERVAL)
 
     def stop(self) -> None:
@@ -101,19 +104,29 @@ class _Sampler(threading.Thread):
         self.join()
 
 
-def _resident(path: str) -> int:
-    """Bytes: the high-water mark, or what is resident now if that is more."""
+def _resident(pid: int) -> tuple[int, int]:
+    """Bytes of a process in memory: its high-water mark, and now. 0 if it has just ended."""
     fields = {}
     try:
-        with open(path) as file:
+        with open(f"/proc/{pid}/status") as file:
             for line in file:
                 name, _, value = line.partition(":")
                 if name in {"VmHWM", "RssAnon", "RssFile", "RssShmem"}:
                     fields[name] = int(value.split()[0]) * 1024
-    except OSError:  # it has just ended
-        return 0
-    high = fields.pop("VmHWM", 0)
-    return max(high, sum(fields.values()))
+    except OSError:
+        return 0, 0
+    return fields.pop("VmHWM", 0), sum(fields.values())
+
+
+def _children(pid: int) -> list[int]:
+    """The processes that any of its threads has started."""
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            found += map(int, path.read_text().split())
+        except OSError:
+            continue
+    return found
 
 
 def alternate(

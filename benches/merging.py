@@ -40,7 +40,7 @@ class Settings:
         """The recipe, or a small one of its kind for a smoke test."""
         if not self.quick:
             return recipe
-        layers = max(1, recipe.layers // 10)
+        layers = max(2, recipe.layers // 10 // 2 * 2)
         return Recipe(
             recipe.name + "-quick",
             layers,
@@ -69,12 +69,12 @@ def merge(settings: Settings) -> list[Row]:
         ways = [roads.cp(source), roads.merge(source)]
         if place.name != "shm":
             ways.insert(1, roads.cp_sync(source))
-        rows += _measured(settings, place, recipe, source, ways)
+        rows += measured(settings, place, recipe, source, ways)
         if not place.cold:
             loading = [roads.merge(source), roads.reference(source, recipe.nbytes)]
             if settings.verl:
                 loading.append(roads.verl(source, recipe.nbytes, settings.verl))
-            rows += _measured(settings, place, recipe, source, loading, what="4.4 GB, against loading it")
+            rows += measured(settings, place, recipe, source, loading, what="4.4 GB, against loading it")
         remove(place.folder / recipe.name)
     return rows
 
@@ -85,7 +85,7 @@ def memory(settings: Settings) -> list[Row]:
     place = settings.disk
     for recipe in map(settings.scaled, (GB1, GB4, GB8, SINGLE)):
         source = make(recipe, place.folder)
-        rows += _measured(settings, place, recipe, source, [roads.merge(source)])
+        rows += measured(settings, place, recipe, source, [roads.merge(source)])
         remove(place.folder / recipe.name)
     return rows
 
@@ -104,7 +104,7 @@ def cast(settings: Settings) -> list[Row]:
         ]
         if place.name != "shm":
             ways.append(roads.plain(source, out, threads=threads, sync=True))
-        rows += _measured(settings, place, recipe, source, ways)
+        rows += measured(settings, place, recipe, source, ways)
         remove(place.folder / recipe.name)
     return rows
 
@@ -117,12 +117,12 @@ def rows(settings: Settings) -> list[Row]:
             continue
         for recipe in map(settings.scaled, (ROWS, GB4)):  # one after the other: both would fill /dev/shm
             source = make(recipe, place.folder)
-            found += _measured(settings, place, recipe, source, [roads.merge(source), roads.cp(source)])
+            found += measured(settings, place, recipe, source, [roads.merge(source), roads.cp(source)])
             remove(place.folder / recipe.name)
     return found
 
 
-def _measured(
+def measured(
     settings: Settings,
     place: Place,
     recipe: Recipe,
@@ -131,6 +131,7 @@ def _measured(
     *,
     what: str | None = None,
 ) -> list[Row]:
+    """Each road's runs with one checkpoint in one place, one after the other and again."""
     what = what or recipe.name
     settings.tell(f"{what} in {place.name}")
     runs = alternate(ways, place, source, settings.repeat, settings.tell)

@@ -127,6 +127,19 @@ def _found(results: Results) -> Iterable[tuple[str, str, Found]]:
         _ratios(casts, roads.MERGE, roads.PLAIN_THREADS, 1.3),
     )
     yield "row-parallel shards against contiguous ones: rate", "at least half", _rates(cut)
+    converted = results.get("megatron", [])
+    for road, how in ((roads.MERGE, ""), (roads.MERGE_UNCHECKED, ", without the check of names and shapes")):
+        yield (
+            f"4.4 GB from Megatron (TP=4, PP=2): time against `cp -r`{how}",
+            "at most 1.5 x",
+            _ratios(converted, road, roads.CP, 1.5),
+        )
+        peaks = [(row.place, peak(row.runs) / 1e6) for row in converted if row.road == road]
+        yield (
+            f"peak memory of that{how}",
+            "at most 350 MB",
+            [(place, f"{most:.0f} MB", most <= 350) for place, most in peaks],
+        )
     yield (
         "planning 723 tensors on 512 ranks",
         "at most 15 s and 400 MB, linear in ranks",

@@ -17,6 +17,7 @@ HAS_COMMAND = (REPOSITORY / "lazymerge" / "__main__.py").exists()
 CP = "cp -r"
 CP_SYNC = "cp -r, then sync -f"
 MERGE = "lazymerge merge"
+MERGE_UNCHECKED = "lazymerge merge --no-check"
 REFERENCE = "load all ranks, torch.cat, save_file"
 VERL = "verl.model_merger"
 PLAIN = "pread and pwrite"
