@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -26,8 +25,8 @@ from lazymerge.reshape import boxes_of_run
 
 _TYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
-_INFINITE = 0x7F80
-"""A bfloat16 without its sign, from which on it is infinite or no number."""
+_INFINITE, _NEGATIVE = 0x7F80, 0x8000
+"""Bits of a bfloat16: from the first on, without its sign, it is infinite or no number."""
 
 
 def casts(gather: Gather, dtype: DType) -> bool:
@@ -39,10 +38,6 @@ def cast(gather: Gather, dtype: DType, tensor: str) -> Gather:
     """The gather's elements in another type; reading them raises as `Cast` says."""
     source = Cast(gather, dtype, tensor)
     return of_region(Region(source, 0, dtype, gather.shape, contiguous_strides(gather.shape)))
-
-
-_PART = 256 << 10
-"""Bytes of the result that are rounded at a time."""
 
 
 class Cast:
@@ -81,9 +76,9 @@ class Cast:
         return source // self.operand.dtype.itemsize * self.dtype.itemsize
 
     def working_set(self, nbytes: int) -> int:
-        """What `nbytes` are cast from, scratch to read that, and a part of the result to look through."""
+        """What `nbytes` are cast from, and scratch to read that."""
         source = nbytes // self.dtype.itemsize * self.operand.dtype.itemsize
-        return source + min(SCRATCH, source) + min(_PART, nbytes)
+        return source + min(SCRATCH, source)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the result's bytes from `offset` on, both of whole elements."""
@@ -106,18 +101,14 @@ class Cast:
             done += box.numel
 
     def _round(self, values: NDArray[np.generic], result: NDArray[np.generic]) -> None:
-        """Write the values to `result`, in parts that stay in the processor's cache."""
-        count = _PART // result.itemsize
-        for at in range(0, values.size, count):
-            source, target = values[at : at + count], result[at : at + count]
-            with np.errstate(all="ignore"):  # infinities are looked for below, NaNs are allowed
-                np.copyto(target, source, casting="unsafe")
-            magnitude = target.view(np.uint16) & 0x7FFF
-            if magnitude.max() >= _INFINITE:
-                self._refuse_overflow(source, magnitude)
+        with np.errstate(all="ignore"):  # infinities are looked for below, NaNs are allowed
+            np.copyto(result, values, casting="unsafe")
+        bits = result.view(np.uint16)
+        if result.size and (result.view(np.int16).max() >= _INFINITE or bits.max() >= _NEGATIVE | _INFINITE):
+            self._refuse_overflow(values, bits)
 
-    def _refuse_overflow(self, values: NDArray[np.generic], magnitude: NDArray[Any]) -> None:
-        overflown = values[(magnitude == _INFINITE) & np.isfinite(values)]
+    def _refuse_overflow(self, values: NDArray[np.generic], bits: NDArray[np.uint16]) -> None:
+        overflown = values[(bits & ~np.uint16(_NEGATIVE) == _INFINITE) & np.isfinite(values)]
         if overflown.size:
             raise PlanError(
                 f"{self.tensor}: {overflown.size} of its values, such as {overflown[0]:g},"
