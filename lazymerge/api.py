@@ -103,6 +103,7 @@ def merge(
     is_value_model: bool = False,
     force_shape_match: bool = False,
     check: bool = True,
+    backfill: Pathlike | None = None,
     trust_remote_code: bool = False,
     max_workers: int | None = None,
     strict: bool = False,
@@ -125,6 +126,7 @@ def merge(
     tie_word_embedding, is_value_model  what Megatron's output layer is, where the files do not agree
     force_shape_match  crop or zero-pad Megatron's tensors to the config's shapes; each is named in the report
     check           compare names and shapes with the model that transformers builds from config.json
+    backfill        the folder of the base model, for parts that a Megatron checkpoint lacks (a vision tower)
     trust_remote_code  run the model code that config.json names, to check against it
     strict          refuse replicas that differ, rather than warn
     check_copies    compare what several ranks hold; reads all of their bytes
@@ -143,7 +145,13 @@ def merge(
         sources, component=component, fsdp_version=fsdp_version, world_size=world_size, hf_config=hf_config
     )
     hub = HubOptions(
-        family, tuple(param_mapping), tie_word_embedding, is_value_model, force_shape_match, check
+        family,
+        tuple(param_mapping),
+        tie_word_embedding,
+        is_value_model,
+        force_shape_match,
+        check,
+        None if backfill is None else str(backfill),
     )
     options = Options(
         dtype, max_shard_size, output_format, tuple(include), tuple(exclude), hub, trust_remote_code

@@ -207,6 +207,12 @@ def talk_options(command: Command) -> Command:
     help="Megatron: compare names and shapes with the model that transformers builds from config.json.",
 )
 @click.option(
+    "--backfill",
+    metavar="DIR",
+    type=FOLDER,
+    help="Megatron: a folder with the base model, for parts that the checkpoint lacks: a vision tower, MTP.",
+)
+@click.option(
     "--trust-remote-code",
     is_flag=True,
     help="Run the model code that config.json names, to check names and shapes against it.",

@@ -29,7 +29,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -177,15 +177,21 @@ def differences(found: Mapping[str, Shape], architecture: Architecture) -> Diffe
     surplus: list[str] = []
     unknown: list[str] = []
     ignored: list[str] = []
-    ignorable, inside = _pattern(architecture.ignored), _Inside(shapes)
+    ignores, inside = ignored_by(architecture), _Inside(shapes)
     for name in found:
         if name in shapes:
             continue
-        if ignorable.search(name) or _is_mtp(name, architecture.config):
+        if ignores(name):
             ignored.append(name)
         else:
             (surplus if name in inside else unknown).append(name)
     return Differences(tuple(missing), misshapen, tuple(surplus), absent, tuple(unknown), tuple(ignored))
+
+
+def ignored_by(architecture: Architecture) -> Callable[[str], bool]:
+    """Whether a loader leaves a tensor of this name, by what the class says; MTP layers too."""
+    pattern = _pattern(architecture.ignored)
+    return lambda name: bool(pattern.search(name)) or _is_mtp(name, architecture.config)
 
 
 class _Inside:
@@ -193,18 +199,18 @@ class _Inside:
 
     def __init__(self, names: Mapping[str, Shape]) -> None:
         self._modules = {name.rpartition(".")[0] for name in names} - {""}
-        self._layers = {layer for name in names for layer in _layers(name)}
+        self._layers = {layer for name in names for layer in layers_of(name)}
         self._numbered = {_NUMBER.sub("0", name) for name in names if _NUMBER.search(name)}
 
     def __contains__(self, name: str) -> bool:
         return (
             name.rpartition(".")[0] in self._modules
-            or any(layer in self._layers for layer in _layers(name))
+            or any(layer in self._layers for layer in layers_of(name))
             or _NUMBER.sub("0", name) in self._numbered
         )
 
 
-def _layers(name: str) -> list[str]:
+def layers_of(name: str) -> list[str]:
     """The name's beginnings that end with a number."""
     return [name[: match.end()] for match in _NUMBER.finditer(name)]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from lazymerge.checkpoint import Checkpoint, Note
 from lazymerge.conversions.architecture import Architecture, check, expected
+from lazymerge.conversions.backfill import backfilled, note_lacking
 from lazymerge.conversions.megatron.convert import convert
 from lazymerge.conversions.megatron.families import load_family
 from lazymerge.conversions.megatron.mapping import parse_mapping
@@ -25,6 +26,7 @@ class HubOptions:
     is_value_model: bool = False
     force_shape_match: bool = False
     check: bool = True
+    backfill: str | None = None
 
     def named(self) -> list[str]:
         """The flags that only a conversion can follow, of those that were given."""
@@ -34,6 +36,7 @@ class HubOptions:
             "--tie-word-embedding": self.tie_word_embedding,
             "--is-value-model": self.is_value_model,
             "--force-shape-match": self.force_shape_match,
+            "--backfill": self.backfill is not None,
         }
         return [flag for flag, given in flags.items() if given]
 
@@ -92,11 +95,21 @@ def _checked(checkpoint: Checkpoint, architecture: Architecture | None, options:
             "--force-shape-match: transformers has no class of this config.json to take shapes from",
             "leave it away, or install the transformers that has it",
         )
-    if architecture is None and options.check:
+    if options.backfill is not None and (architecture is None or not options.check):
+        raise PlanError(
+            f"--backfill {options.backfill}: only the check of names and shapes knows what may be missing",
+            "leave --no-check away, or install the transformers that has the class of this config.json",
+        )
+    if architecture is None:
         text = "names and shapes are not checked: transformers has no class of this config.json"
-        return checkpoint.with_notes(Note("warning", text))
-    if architecture is not None and options.force_shape_match:
+        return checkpoint.with_notes(Note("warning", text)) if options.check else checkpoint
+    if options.force_shape_match:
         from lazymerge.conversions.shapes import force_shapes
 
         checkpoint = force_shapes(checkpoint, architecture)
-    return check(checkpoint, architecture) if architecture is not None and options.check else checkpoint
+    if not options.check:
+        return checkpoint
+    checkpoint = check(checkpoint, architecture)
+    if options.backfill is not None:
+        return backfilled(checkpoint, architecture, Path(options.backfill))
+    return note_lacking(checkpoint, architecture, checkpoint.sidecars)

@@ -5,18 +5,31 @@
 The layout here is that of the library's own writer: tensors by element type (largest first, in
 the order of `lazymerge.files.dtype`), then by name, without gaps; ``__metadata__`` holds the one key
 ``format``. A file laid out so is byte for byte what ``safetensors.torch.save_file`` writes.
+
+What is read may have been written by anyone: tensors in any order, but back to back from the first byte
+of the data to the last byte of the file, as the library itself demands.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeGuard
 
-from lazymerge.files.dtype import DType
+from lazymerge.errors import DamagedFile, LazymergeError, UnsupportedCheckpoint
+from lazymerge.files.dtype import DTYPES, DType
+from lazymerge.files.local import LocalFile
+from lazymerge.files.region import Region, contiguous_strides
 
 _ALIGNMENT = 8
+LARGEST_HEADER = 100_000_000
+"""Bytes of a header at most; the library's own limit."""
+
+_CODES = {dtype.code: dtype for dtype in DTYPES.values() if dtype.code is not None}
+_COPY_AGAIN = "the file is truncated or overwritten; copy it again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,3 +65,82 @@ def safetensors_layout(tensors: Mapping[str, tuple[DType, tuple[int, ...], int]]
         {name: start + offset for name, offset in offsets.items()},
         start + at,
     )
+
+
+def read_safetensors(file: LocalFile) -> dict[str, Region]:
+    """Name -> where its elements are, in the order of the header; nothing but the header is read.
+
+    Raises `DamagedFile` for a header that is none, or is not that of a file of this size, and
+    `UnsupportedCheckpoint` for an element type that is not known.
+    """
+    start, entries = _header(file)
+    regions: dict[str, Region] = {}
+    places: list[tuple[int, int, str]] = []
+    for name, entry in entries.items():
+        if name == "__metadata__":
+            continue
+        dtype, shape, begin, end = _entry(file, name, entry)
+        regions[name] = Region(file, start + begin, dtype, shape, contiguous_strides(shape))
+        places.append((begin, end, name))
+    at = 0
+    for begin, end, name in sorted(places):
+        if begin != at:
+            raise _damaged(file, f"{name!r:.200} begins at byte {begin} of the data, expected {at}")
+        at = end
+    if start + at != file.size:
+        raise DamagedFile(f"{file.path}: {file.size} bytes, expected {start + at} by its header", _COPY_AGAIN)
+    return regions
+
+
+def _header(file: LocalFile) -> tuple[int, dict[str, object]]:
+    """Where the data begins, and the header's entries."""
+    size = int.from_bytes(file.read(0, 8), "little") if file.size >= 8 else -1
+    if not 2 <= size <= min(LARGEST_HEADER, file.size - 8):
+        raise _damaged(file, f"no safetensors file, or cut within its header ({file.size} bytes)")
+    try:
+        entries = json.loads(file.read(8, size), object_pairs_hook=_without_doubles, parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(file, f"a header that is not JSON ({str(error)[:100]})") from None
+    if type(entries) is not dict:
+        raise _damaged(file, "a header that is no JSON object")
+    return 8 + size, entries
+
+
+def _entry(file: LocalFile, name: str, entry: object) -> tuple[DType, tuple[int, ...], int, int]:
+    """Element type, shape, and the bytes of the data from and to which a tensor goes."""
+    shown = f"{name!r:.200}"
+    fields = entry if type(entry) is dict else {}
+    code, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
+    if not _counts(shape) or not _counts(offsets) or len(offsets) != 2 or type(code) is not str:
+        raise _damaged(file, f"{shown} without a proper dtype, shape and data_offsets")
+    dtype = _CODES.get(code)
+    if dtype is None:
+        raise UnsupportedCheckpoint(
+            f"{file.path}: {shown} is of the type {code!r:.50}, which is not known",
+            "convert it with the tool that wrote it",
+        )
+    if code == "F4":
+        shape = [*shape[:-1], shape[-1] // 2] if shape else shape
+    begin, end = offsets
+    if end - begin != math.prod(shape) * dtype.itemsize:
+        raise _damaged(file, f"{shown} has {end - begin} bytes, expected {math.prod(shape) * dtype.itemsize}")
+    return dtype, tuple(shape), begin, end
+
+
+def _counts(value: object) -> TypeGuard[list[int]]:
+    return type(value) is list and all(type(each) is int and 0 <= each < 1 << 63 for each in value)
+
+
+def _without_doubles(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key that is there twice")
+    return found
+
+
+def _refuse(constant: str) -> object:
+    raise ValueError(f"{constant} where a number should be")
+
+
+def _damaged(file: LocalFile, what: str) -> LazymergeError:
+    return DamagedFile(f"{file.path}: {what}", _COPY_AGAIN)
