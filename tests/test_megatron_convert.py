@@ -609,7 +609,7 @@ def test_a_family_that_is_not_there(tmp_path):
     [
         (lambda config, weight: weight.view(7, 7), "RuntimeError"),
         (lambda config, weight: (weight, weight), "gives 2 results, expected 1"),
-        (lambda config, weight: [3], "gives 1 results"),
+        (lambda config, weight: [3], "it gives int, expected a tensor"),
         (lambda config, weight: None, "TypeError"),
     ],
 )

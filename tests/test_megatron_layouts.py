@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from lazymerge.arrays import Array
+from lazymerge.compute import read
 from lazymerge.conversions.megatron import layouts
 from lazymerge.conversions.megatron.family import Config, Misfit
 from lazymerge.elements import in_memory
@@ -33,15 +35,23 @@ def rows(weight: torch.Tensor) -> list[int]:
 
 
 def lazily(layout: Callable[..., Any], config: Config, *tensors: Any) -> Any:
-    """The layout of lazy tensors, materialized; the same one runs on real tensors and gives the same."""
+    """The layout of arrays, read; lazy tensors and real ones give the same."""
 
-    def lazy(tensor: Any) -> Any:
-        return [lazy(each) for each in tensor] if isinstance(tensor, list) else LazyTensor(in_memory(tensor))
+    def given(wrap: Callable[[torch.Tensor], Any], tensor: Any) -> Any:
+        return [wrap(each) for each in tensor] if isinstance(tensor, list) else wrap(tensor)
 
-    made = layout(config, *(lazy(tensor) for tensor in tensors))
-    if isinstance(made, torch.Tensor):
-        return made.materialize()
-    return tuple(each.materialize() for each in made)
+    def made(wrap: Callable[[torch.Tensor], Any], unwrap: Callable[[Any], torch.Tensor]) -> Any:
+        result = layout(config, *(given(wrap, tensor) for tensor in tensors))
+        return tuple(map(unwrap, result)) if isinstance(result, tuple | list) else unwrap(result)
+
+    arrays = made(lambda tensor: Array(in_memory(tensor)), lambda array: read(array.gather))
+    lazy = made(lambda tensor: LazyTensor(in_memory(tensor)), lambda tensor: tensor.materialize())
+    real = made(lambda tensor: tensor, lambda tensor: tensor)
+    for one, *others in zip(
+        *(each if isinstance(each, tuple) else (each,) for each in (arrays, lazy, real)), strict=True
+    ):
+        assert all(torch.equal(one, other) for other in others)
+    return arrays
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,3 +84,14 @@ def base_model(folder: Path, tmp_path: Path) -> Path:
     config.mkdir()
     (config / "config.json").write_bytes((folder / "hf" / "config.json").read_bytes())
     return config
+
+
+def test_a_merge_needs_no_torch(tmp_path: Path) -> None:
+    """Nor does the process that checks names and shapes leave it behind."""
+    case = SAMPLES / "torch_te_qwen3moe_tp2ep2pp2"
+    script = (
+        "import sys, lazymerge\n"
+        "lazymerge.merge(sys.argv[1], sys.argv[2], hf_config=sys.argv[3])\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script, case / "ckpt", tmp_path / "out", case / "hf"], check=True)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from lazymerge.arrays import Array
 from lazymerge.checkpoint import Checkpoint, Copy, Note
 from lazymerge.conversions.megatron import head as heads
+from lazymerge.conversions.megatron import layouts
 from lazymerge.conversions.megatron.complete import check_blocks, check_experts
 from lazymerge.conversions.megatron.families import family_of
 from lazymerge.conversions.megatron.family import Config, Family, Misfit
@@ -27,6 +29,9 @@ from lazymerge.errors import (
     UnsupportedCheckpoint,
 )
 from lazymerge.gather import Gather
+
+if TYPE_CHECKING:
+    import torch
 
 EMBEDDING = "embedding.word_embeddings.weight"
 
@@ -207,21 +212,16 @@ class _Conversion:
 
     def _laid_out(self, job: _Job, names: list[str | list[str]], count: int) -> list[Gather]:
         """The layout's results, which are as many as the rule has names."""
-        import torch  # takes a second to import, and other checkpoints than Megatron's do not need it
-
-        from lazymerge.conversions.megatron.layouts import NORMS
-        from lazymerge.elements import in_memory
-        from lazymerge.tensor import LazyTensor
-
-        def lazy(name: str) -> torch.Tensor:
-            return LazyTensor(self.sources[name])
-
-        layout = job.rule.layout or (lambda config, *tensors: tensors)
+        layout = job.rule.layout or layouts.as_they_are
         first = names[0] if isinstance(names[0], str) else names[0][0]
-        tensors = [lazy(each) if isinstance(each, str) else [lazy(name) for name in each] for each in names]
+        wrap: Callable[[Gather], Any] = Array if getattr(layout, "moves", False) else _lazy
+        inputs = [
+            wrap(self.sources[each]) if isinstance(each, str) else [wrap(self.sources[name]) for name in each]
+            for each in names
+        ]
         try:
-            result = layout(self.config, *tensors)
-            results = [result] if isinstance(result, torch.Tensor) else list(result)
+            result = layout(self.config, *inputs)
+            made = [_gather_of(each) for each in (result if isinstance(result, tuple | list) else [result])]
         except Misfit as error:
             raise InconsistentCheckpoint(f"{first}: {error.problem}", _about(error.fields)) from None
         except LazymergeError:
@@ -233,13 +233,12 @@ class _Conversion:
                 f" {self.sources[first].shape}: {type(error).__name__}: {reason}",
                 "check that config.json is this model's; if it is, the table is wrong",
             ) from None
-        if len(results) != count or not all(isinstance(each, torch.Tensor) for each in results):
+        if len(made) != count:
             raise UnsupportedCheckpoint(
-                f"{first}: its layout gives {len(results)} results, expected {count} tensors",
+                f"{first}: its layout gives {len(made)} results, expected {count} tensors",
                 f"the table of {self.family.name} is wrong",
             )
-        made = [each.lazy_gather if isinstance(each, LazyTensor) else in_memory(each) for each in results]
-        if layout in NORMS and made[0] is not self.sources[first]:
+        if layout in layouts.NORMS and made[0] is not self.sources[first]:
             self.shifted += 1
         return made
 
@@ -272,6 +271,26 @@ class _Conversion:
             text = f"config.json has {named!r:.20} MTP layers (num_nextn_predict_layers), the checkpoint none"
             notes.append(Note("info", text))
         return notes
+
+
+def _lazy(gather: Gather) -> torch.Tensor:
+    from lazymerge.tensor import LazyTensor  # torch, which only the layouts of others need
+
+    return LazyTensor(gather)
+
+
+def _gather_of(made: object) -> Gather:
+    """The gather of what a layout has made: an `Array`, a lazy tensor or a real one."""
+    if isinstance(made, Array):
+        return made.gather
+    import torch
+
+    from lazymerge.elements import in_memory
+    from lazymerge.tensor import LazyTensor
+
+    if not isinstance(made, torch.Tensor):
+        raise TypeError(f"it gives {type(made).__name__}, expected a tensor")
+    return made.lazy_gather if isinstance(made, LazyTensor) else in_memory(made)
 
 
 def _jobs(matches: Iterable[tuple[str, Match]]) -> Iterable[_Job]:

@@ -16,22 +16,30 @@ collected: the layout gets the list of those tensors in the order of their numbe
 A layout is plain PyTorch on whole tensors: ``layout(config, *tensors)`` returns one tensor for one
 Hugging Face name, or as many as there are names. It is called with lazy tensors, so that it costs
 nothing and what it does becomes a part of the plan. It raises `Misfit` for a tensor that is not what
-the config says.
+the config says. Where it is marked with `moves` it is called with `lazymerge.arrays.Array`, which has the
+methods of a tensor that move elements: a merge with such layouts alone does without torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import torch
 
 Layout = Callable[..., "torch.Tensor | tuple[torch.Tensor, ...] | list[torch.Tensor]"]
+Made = TypeVar("Made")
 
 LARGEST = 1 << 31
 """What a number in a config is at most; more is a mistake, and would cost memory."""
+
+
+def moves(layout: Callable[..., Made]) -> Callable[..., Made]:
+    """Mark a layout that is written with what an `Array` can do."""
+    layout.moves = True  # type: ignore[attr-defined]
+    return layout
 
 
 class Misfit(Exception):

@@ -1,4 +1,7 @@
-"""How the tensors of the hub lie in Megatron's: plain PyTorch on whole tensors, nothing is read.
+"""How the tensors of the hub lie in Megatron's: functions of whole tensors that read nothing.
+
+They are written with the methods that tensors and `lazymerge.arrays.Array` share, so that converting needs no
+torch; on a `torch.Tensor` they do the same.
 
 Each function is a `family.Layout`. d is head_dim, G the number of key/value groups, n the query heads
 of a group, f the width of a feed-forward, E the number of experts.
@@ -12,17 +15,27 @@ of a group, f the width of a feed-forward, E the number of experts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
+from lazymerge.arrays import cat, stack
+from lazymerge.conversions.megatron.family import Config, Misfit, moves, positive
 
-from lazymerge.conversions.megatron.family import Config, Misfit, positive
+if TYPE_CHECKING:
+    import torch
 
 HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
+
+
+@moves
+def as_they_are(config: Config, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors without a change."""
+    return tensors
 
 
 # ---- attention ---------------------------------------------------------------------------------------------
 
 
+@moves
 def split_qkv(config: Config, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k and v of the grouped rows; heads in the order of their numbers."""
     groups, each, width = _grouping(config, qkv, parts=1)
@@ -31,20 +44,23 @@ def split_qkv(config: Config, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     return _rows(query, qkv), _rows(key, qkv), _rows(value, qkv)
 
 
+@moves
 def split_gated_qkv(config: Config, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The same where the attention's output is gated: q has [query; gate] for every head."""
     groups, each, width = _grouping(config, qkv, parts=2)
     heads = qkv.view(groups, 2 * each + 2, width, *qkv.shape[1:])
-    query = torch.stack([heads[:, :each], heads[:, each : 2 * each]], dim=2)
+    query = stack([heads[:, :each], heads[:, each : 2 * each]], dim=2)
     key, value = heads[:, 2 * each], heads[:, 2 * each + 1]
     return _rows(query, qkv), _rows(key, qkv), _rows(value, qkv)
 
 
+@moves
 def joined_qkv(config: Config, qkv: torch.Tensor) -> torch.Tensor:
     """[all q; all k; all v] in one tensor."""
-    return torch.cat(split_qkv(config, qkv))
+    return cat(split_qkv(config, qkv))
 
 
+@moves
 def vision_qkv(config: Config, qkv: torch.Tensor) -> torch.Tensor:
     """[all q; all k; all v] of a vision tower, whose groups are single heads of q, k and v."""
     heads = positive(config.vision, "num_heads", "num_attention_heads")
@@ -59,6 +75,7 @@ def vision_qkv(config: Config, qkv: torch.Tensor) -> torch.Tensor:
     return _rows(qkv.view(heads, 3, -1, *qkv.shape[1:]).transpose(0, 1), qkv)
 
 
+@moves
 def split_mla_down(config: Config, fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """q_a_proj and kv_a_proj_with_mqa out of the fused down projection of MLA."""
     fields = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim")
@@ -112,22 +129,24 @@ def join_delta_net(
     for part, size in zip(parts, sizes, strict=True):
         _check_rows(part, size, "its heads", *DELTA)
     by_head = [part.view(groups, -1, *part.shape[1:]) for part in parts]
-    qkvz, ba = torch.cat(by_head[:4], dim=1), torch.cat(by_head[4:], dim=1)
+    qkvz, ba = cat(by_head[:4], dim=1), cat(by_head[4:], dim=1)
     return _rows(qkvz, query), _rows(ba, beta)
 
 
+@moves
 def split_delta_net(config: Config, fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The same out of the one tensor [query; key; value; z; beta; alpha]."""
     sizes = _delta_sizes(config)
     _check_rows(fused, sum(sizes), "query, key, value, z, beta and alpha", *DELTA)
-    return join_delta_net(config, *torch.split(fused, list(sizes)))
+    return join_delta_net(config, *fused.split(list(sizes)))  # type: ignore[no-untyped-call]
 
 
+@moves
 def join_rows(config: Config, *parts: torch.Tensor) -> torch.Tensor:
     """The parts one below the other, as in a delta net's convolution [query; key; value]."""
     for part in parts:
         _check_rank(part)
-    return torch.cat(parts)
+    return cat(parts)
 
 
 def _delta_sizes(config: Config) -> tuple[int, int, int, int, int, int]:
@@ -141,6 +160,7 @@ def _delta_sizes(config: Config) -> tuple[int, int, int, int, int, int]:
 # ---- feed-forward and experts ------------------------------------------------------------------------------
 
 
+@moves
 def split_gate_up(config: Config, fc1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """gate and up: the halves."""
     _check_halves(fc1)
@@ -148,12 +168,14 @@ def split_gate_up(config: Config, fc1: torch.Tensor) -> tuple[torch.Tensor, torc
     return gate, up
 
 
+@moves
 def stacked(config: Config, experts: Sequence[torch.Tensor]) -> torch.Tensor:
     """(E, ...): the experts' tensors as they are."""
     _check_alike(experts)
-    return torch.stack(list(experts))
+    return stack(list(experts))
 
 
+@moves
 def stacked_transposed(config: Config, experts: Sequence[torch.Tensor]) -> torch.Tensor:
     """(E, columns, rows): the experts' matrices transposed; of fc1, [gate | up] side by side."""
     matrices = stacked(config, experts)
@@ -162,6 +184,7 @@ def stacked_transposed(config: Config, experts: Sequence[torch.Tensor]) -> torch
     return matrices.transpose(1, 2)
 
 
+@moves
 def published_stacked(config: Config, experts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Qwen3-VL-MoE: `stacked_transposed`, as published; square matrices as they are.
 
@@ -172,6 +195,7 @@ def published_stacked(config: Config, experts: Sequence[torch.Tensor]) -> torch.
     return matrices.transpose(1, 2) if matrices.shape[1] == matrices.shape[2] else matrices
 
 
+@moves
 def interleaved(config: Config, experts: Sequence[torch.Tensor]) -> torch.Tensor:
     """gpt-oss: gate and up rows in turns (g0, u0, g1, ...), then matrices transposed: (E, columns, 2f).
 
@@ -188,16 +212,19 @@ def interleaved(config: Config, experts: Sequence[torch.Tensor]) -> torch.Tensor
 # ---- norms -------------------------------------------------------------------------------------------------
 
 
+@moves
 def norm(config: Config, weight: torch.Tensor) -> torch.Tensor:
     """A norm that the hub stores as it is, and so does Megatron unless it was told to centre them."""
     return weight + 1 if _centred(config) else weight
 
 
+@moves
 def centred_norm(config: Config, weight: torch.Tensor) -> torch.Tensor:
     """A norm that both store as w - 1 (Gemma, Qwen3-Next), unless Megatron was told not to."""
     return weight - 1 if _centred(config) is False else weight
 
 
+@moves
 def uncentred_norm(config: Config, weight: torch.Tensor) -> torch.Tensor:
     """A norm that the hub stores as it is in a model whose norms Megatron centres."""
     return weight if _centred(config) is False else weight + 1
@@ -219,12 +246,13 @@ def _centred(config: Config) -> bool | None:
 # ---- multi-token prediction --------------------------------------------------------------------------------
 
 
+@moves
 def swapped_halves(config: Config, projection: torch.Tensor) -> torch.Tensor:
     """MiMo: the columns for the hidden state before those for the embedding."""
     if projection.dim() != 2 or projection.shape[1] % 2:
         raise Misfit(f"has shape {tuple(projection.shape)}, expected a matrix of two halves", "hidden_size")
     embedding, hidden = projection.chunk(2, dim=1)
-    return torch.cat([hidden, embedding], dim=1)
+    return cat([hidden, embedding], dim=1)
 
 
 # ---- shapes ------------------------------------------------------------------------------------------------
