@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,11 @@ class _Prepared:
     dtype: str | None  # what config.json has to say, where that changes
     config_changes: Mapping[str, Any]
 
+    @property
+    def config(self) -> dict[str, Any] | None:
+        """What the result's config.json says; None if there is none."""
+        return None if self.sidecars.config is None else {**self.sidecars.config, **self.config_changes}
+
 
 def merge(
     src: Sources,
@@ -91,14 +96,14 @@ def merge(
     dtype: str | None = None,
     max_shard_size: int | str = "5GB",
     output_format: str = SAFETENSORS,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
+    include: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
     component: str = "actor",
     fsdp_version: int | None = None,
     world_size: int | None = None,
     hf_config: Pathlike | None = None,
     family: str | None = None,
-    param_mapping: Sequence[str] = (),
+    param_mapping: str | Sequence[str] = (),
     tie_word_embedding: bool = False,
     is_value_model: bool = False,
     force_shape_match: bool = False,
@@ -146,7 +151,7 @@ def merge(
     )
     hub = HubOptions(
         family,
-        tuple(param_mapping),
+        _several(param_mapping),
         tie_word_embedding,
         is_value_model,
         force_shape_match,
@@ -154,7 +159,7 @@ def merge(
         None if backfill is None else str(backfill),
     )
     options = Options(
-        dtype, max_shard_size, output_format, tuple(include), tuple(exclude), hub, trust_remote_code
+        dtype, max_shard_size, output_format, _several(include), _several(exclude), hub, trust_remote_code
     )
     log.debug("opened %r", checkpoint)
     prepared = prepare(checkpoint, options, Path(hf_config) if hf_config else None)
@@ -181,7 +186,7 @@ def prepare(checkpoint: Checkpoint, options: Options, hf_config: Path | None) ->
     """Convert and plan: everything that can be refused is refused here."""
     if options.output_format not in {SAFETENSORS, BIN}:
         raise PlanError(f"--output-format {options.output_format!r}", f"choose {SAFETENSORS} or {BIN}")
-    dtype = None if options.dtype is None else parse_dtype(options.dtype)
+    dtype = None if options.dtype is None else parse_dtype(str(options.dtype))  # a torch.dtype will do
     shard_size = parse_size(options.max_shard_size)
     try:
         sidecars = find_sidecars(checkpoint.sidecars, linked=hf_config)
@@ -242,10 +247,11 @@ def _job(prepared: _Prepared, options: Options, fsdp_version: int | None) -> dic
     """Everything that decides the bytes of the result, besides the sources."""
     return {
         "lazymerge": lazymerge.__version__,
-        "dtype": options.dtype,
+        "dtype": None if options.dtype is None else str(options.dtype),
         "fsdp_version": fsdp_version,
         "files": {file.name: file.size for file in prepared.plan.files},
-        "hub": asdict(options.hub),
+        "hub": options.hub.identity(),
+        "config": prepared.sidecars.config,
         "include": list(options.include),
         "exclude": list(options.exclude),
     }
@@ -316,6 +322,7 @@ def _report(
         prepared.checkpoint,
         prepared.plan,
         prepared.sidecars,
+        prepared.config,
         spending,
         budget=budget,
         disk_free=_disk_free(folder),
@@ -324,6 +331,11 @@ def _report(
         peak=meter.peak(),
         resumed=resumed,
     )
+
+
+def _several(given: str | Sequence[str]) -> tuple[str, ...]:
+    """One or several of an option that can be given more than once."""
+    return (given,) if isinstance(given, str) else tuple(given)
 
 
 def _paths(src: Sources) -> list[Path]:

@@ -111,6 +111,7 @@ def make_report(
     checkpoint: Checkpoint,
     plan: Plan,
     sidecars: Sidecars,
+    config: Mapping[str, Any] | None,
     spending: Spending,
     *,
     budget: int,
@@ -146,20 +147,22 @@ def make_report(
         notes=(*checkpoint.notes, *sidecars.notes),
         left_out=checkpoint.left_out,
         resumed=resumed,
-        how_to_load=_how_to_load(destination, plan, sidecars, checkpoint),
+        how_to_load=_how_to_load(destination, plan, config, checkpoint),
     )
 
 
-def _how_to_load(destination: Path, plan: Plan, sidecars: Sidecars, checkpoint: Checkpoint) -> str:
+def _how_to_load(
+    destination: Path, plan: Plan, config: Mapping[str, Any] | None, checkpoint: Checkpoint
+) -> str:
     """A line of Python that loads the result, or its first file where it is no whole model."""
     partial = any("--include" in reason or "--exclude" in reason for reason in checkpoint.left_out.values())
-    if sidecars.config is None or partial:
+    if config is None or partial:
         file = plan.files[0].name
         if file.endswith(".bin"):
             return f"torch.load({str(destination / file)!r}, weights_only=True, mmap=True)"
         return f"safetensors.torch.load_file({str(destination / file)!r})"
-    architectures = sidecars.config.get("architectures")
+    architectures = config.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and architectures else "AutoModelForCausalLM"
-    code = ", trust_remote_code=True" if "auto_map" in sidecars.config else ""
+    code = ", trust_remote_code=True" if "auto_map" in config else ""
     kind = "AutoModelForCausalLM" if code else str(name)
     return f"transformers.{kind}.from_pretrained({str(destination)!r}, dtype='auto'{code})"

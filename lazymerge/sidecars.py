@@ -222,14 +222,23 @@ def with_dtype(raw: bytes, dtype: str) -> bytes:
     edited = re.sub(r'("(?:torch_)?dtype"\s*:\s*)(?:"[^"\\]*"|null)', rf'\g<1>"{dtype}"', text)
     if json.loads(edited) == wanted:
         return edited.encode()
-    return (json.dumps(wanted, indent=2, ensure_ascii=False) + "\n").encode()
+    return _as_json(wanted)
 
 
 def with_fields(raw: bytes, changes: Mapping[str, Any]) -> bytes:
     """config.json with other values in these fields; without any, as it was."""
     if not changes:
         return raw
-    return (json.dumps({**json.loads(raw), **changes}, indent=2, ensure_ascii=False) + "\n").encode()
+    return _as_json({**json.loads(raw), **changes})
+
+
+def _as_json(config: Any) -> bytes:
+    """The config as transformers writes it; half of a surrogate pair, which JSON can hold, stays escaped."""
+    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        return (json.dumps(config, indent=2) + "\n").encode()
 
 
 def _set_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:

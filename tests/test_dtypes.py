@@ -157,3 +157,10 @@ def test_the_cast_that_the_note_advises(tmp_path):
     assert_same_model(tmp_path / "out", {"x": state["x"].bfloat16()})
     assert report.notes == ()
     assert (tmp_path / "out/config.json").read_bytes() == (src / "config.json").read_bytes()
+
+
+def test_one_name_or_a_type_of_torch_will_do(tmp_path):
+    """Where several are possible, one needs no list; a dtype may be torch's own."""
+    src = source(tmp_path / "src", {"a.x": torch.ones(2), "b.x": torch.ones(3), "b.y": torch.ones(4)})
+    lazymerge.merge(src, tmp_path / "out", include="b.*", exclude="*.y", dtype=torch.bfloat16)
+    assert_same_model(tmp_path / "out", {"b.x": torch.ones(3).bfloat16()})

@@ -30,7 +30,9 @@ def remembered(question: str) -> Any:
     if path is None:
         return None
     try:
-        return json.loads(path.read_bytes()) if path.stat().st_size <= _LARGEST else None
+        if not path.is_file() or path.stat().st_size > _LARGEST:
+            return None
+        return json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
 
@@ -56,11 +58,11 @@ def _path(question: str) -> Path | None:
     given = os.environ.get("LAZYMERGE_CACHE")
     if given == "":
         return None
-    base = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    folder = Path(given) if given else Path(base) / "lazymerge"
     try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+        folder = Path(given) if given else Path(base) / "lazymerge"
         versions = [lazymerge.__version__, version("transformers"), version("torch")]
-    except PackageNotFoundError:
+    except (PackageNotFoundError, RuntimeError):  # the latter where nobody has a home
         return None
     key = hashlib.sha256(json.dumps([*versions, question]).encode()).hexdigest()
     return folder / "models" / f"{key}.json"

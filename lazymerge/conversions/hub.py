@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ from lazymerge.checkpoint import Checkpoint, Note
 from lazymerge.conversions.architecture import Architecture, check, expected
 from lazymerge.conversions.backfill import backfilled, note_lacking
 from lazymerge.conversions.megatron.convert import convert
-from lazymerge.conversions.megatron.families import load_family
+from lazymerge.conversions.megatron.families import is_file, load_family
 from lazymerge.conversions.megatron.mapping import parse_mapping
 from lazymerge.errors import PlanError
 
@@ -28,6 +29,19 @@ class HubOptions:
     check: bool = True
     backfill: str | None = None
 
+    def identity(self) -> dict[str, Any]:
+        """What decides the bytes of the result: the contents of the files that are named, not their paths."""
+        family = Path(self.family) if self.family is not None else None
+        return {
+            "family": self.family,
+            "family_file": _hash(family) if family is not None and is_file(family) else None,
+            "param_mapping": parse_mapping(self.param_mapping),
+            "tie_word_embedding": self.tie_word_embedding,
+            "is_value_model": self.is_value_model,
+            "force_shape_match": self.force_shape_match,
+            "backfill": self.backfill,
+        }
+
     def named(self) -> list[str]:
         """The flags that only a conversion can follow, of those that were given."""
         flags = {
@@ -39,6 +53,10 @@ class HubOptions:
             "--backfill": self.backfill is not None,
         }
         return [flag for flag, given in flags.items() if given]
+
+
+def _hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +89,16 @@ def to_hub(
     converted = convert(
         checkpoint,
         config,
-        family=load_family(options.family) if options.family else None,
+        family=None if options.family is None else load_family(options.family),
         mapping=parse_mapping(options.param_mapping),
         tied=options.tie_word_embedding or None,
         value_model=options.is_value_model or None,
         force_shapes=options.force_shape_match,
     )
+    changed = {**(config or {}), **converted.config_changes}
     if converted.config_changes:
-        architecture = _architecture({**(config or {}), **converted.config_changes}, options, code)
-    return Hub(_checked(converted.checkpoint, architecture, options), converted.config_changes)
+        architecture = _architecture(changed, options, code)
+    return Hub(_checked(converted.checkpoint, architecture, changed, options), converted.config_changes)
 
 
 def _architecture(
@@ -89,7 +108,12 @@ def _architecture(
     return expected(config, code=code) if wanted and config is not None else None
 
 
-def _checked(checkpoint: Checkpoint, architecture: Architecture | None, options: HubOptions) -> Checkpoint:
+def _checked(
+    checkpoint: Checkpoint,
+    architecture: Architecture | None,
+    config: Mapping[str, Any],
+    options: HubOptions,
+) -> Checkpoint:
     if architecture is None and options.force_shape_match:
         raise PlanError(
             "--force-shape-match: transformers has no class of this config.json to take shapes from",
@@ -101,7 +125,10 @@ def _checked(checkpoint: Checkpoint, architecture: Architecture | None, options:
             "leave --no-check away, or install the transformers that has the class of this config.json",
         )
     if architecture is None:
-        text = "names and shapes are not checked: transformers has no class of this config.json"
+        names = config.get("architectures") or "no class"
+        text = (
+            f"names and shapes are not checked: config.json names {names!s:.80}, which transformers has not"
+        )
         return checkpoint.with_notes(Note("warning", text)) if options.check else checkpoint
     if options.force_shape_match:
         from lazymerge.conversions.shapes import force_shapes

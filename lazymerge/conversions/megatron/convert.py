@@ -15,12 +15,13 @@ from lazymerge.arrays import Array
 from lazymerge.checkpoint import Checkpoint, Copy, Note
 from lazymerge.conversions.megatron import head as heads
 from lazymerge.conversions.megatron import layouts
+from lazymerge.conversions.megatron.agree import check_agreement
 from lazymerge.conversions.megatron.complete import check_blocks, check_experts
 from lazymerge.conversions.megatron.families import family_of
 from lazymerge.conversions.megatron.family import Config, Family, Misfit
 from lazymerge.conversions.megatron.mapping import apply_mapping
 from lazymerge.conversions.megatron.table import CompiledRule, Match, Table
-from lazymerge.conversions.megatron.vocabulary import cut_vocabulary
+from lazymerge.conversions.megatron.vocabulary import cut_note, cut_vocabulary
 from lazymerge.errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,
@@ -105,6 +106,7 @@ class _Conversion:
     owners: dict[str, str] = field(default_factory=dict)
     became: dict[str, str] = field(default_factory=dict)  # Megatron name -> the first of what it became
     left_out: dict[str, str] = field(default_factory=dict)
+    notes: list[Note] = field(default_factory=list)
     shifted: int = 0
 
     def __post_init__(self) -> None:
@@ -115,12 +117,14 @@ class _Conversion:
     def run(
         self, mapping: Sequence[tuple[str, str]], tied: bool | None, value_model: bool | None
     ) -> Converted:
+        check_agreement(self.config)
         mapped, self.left_out = apply_mapping(mapping, self.sources)
         for name, new in mapped.items():
             self._make(new, self.sources[name], name)
         for name in (*mapped, *self.left_out):
             del self.sources[name]
-        head = self._head(tied, value_model)
+        renamed = heads.OUTPUT in mapped or heads.OUTPUT in self.left_out
+        head = heads.Head() if renamed else self._head(tied, value_model)
         for name, new in head.names.items():
             self._make(new, self.sources.pop(name), name)
         for name, reason in head.left_out.items():
@@ -132,7 +136,7 @@ class _Conversion:
         check_experts(matches, self.config)
         for job in _jobs(matches.items()):
             self._apply(job)
-        notes = (*head.notes, *self._notes(matches.values()))
+        notes = (*head.notes, *self.notes, *self._notes(matches.values()))
         made = self.checkpoint.with_gathers(self.made, *notes, left_out=self.left_out)
         return Converted(replace(made, copies=self._copies()), dict(head.changes))
 
@@ -146,9 +150,11 @@ class _Conversion:
     def _cut_vocabulary(self) -> None:
         for name in (EMBEDDING, heads.OUTPUT):
             if name in self.sources:
-                self.sources[name] = cut_vocabulary(
-                    name, self.sources[name], self.config, force=self.force_shapes
-                )
+                whole = self.sources[name]
+                cut = cut_vocabulary(name, whole, self.config, force=self.force_shapes)
+                if cut is not whole:
+                    self.notes.append(cut_note(name, whole.shape[0], self.config))
+                self.sources[name] = cut
 
     def _matches(self) -> dict[str, Match]:
         """The rule of every tensor that is left; those that the table drops are taken out."""
@@ -226,7 +232,10 @@ class _Conversion:
             raise InconsistentCheckpoint(f"{first}: {error.problem}", _about(error.fields)) from None
         except LazymergeError:
             raise
-        except Exception as error:  # a layout may be anyone's, and a hostile shape may break any of them
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # a layout may be anyone's, and a hostile shape may break any of them
             reason = (str(error).splitlines() or [""])[0]
             raise UnsupportedCheckpoint(
                 f"{first}: its layout in the table of {self.family.name} fails on shape"

@@ -72,7 +72,7 @@ def load_family(spec: str | Path) -> Family:
     if str(spec) in by_name:
         return by_name[str(spec)]
     path = Path(spec)
-    if not path.is_file():
+    if not is_file(path):
         raise PlanError(
             f"--family {spec}: neither a file nor one of {', '.join(sorted(by_name))}",
             "give the path of a Python file with an object FAMILY",
@@ -83,9 +83,17 @@ def load_family(spec: str | Path) -> Family:
     module = importlib.util.module_from_spec(loading)
     try:
         loading.loader.exec_module(module)
-    except Exception as error:  # whatever the user's code raises
+    except (Exception, SystemExit) as error:  # whatever the user's code raises
         raise PlanError(f"--family {spec}: {_first_line(error)}", "mend the file") from None
     return _checked(getattr(module, "FAMILY", None), f"--family {spec}: FAMILY")
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is such a file; never an error."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name that no file can have
+        return False
 
 
 def _checked(family: object, where: str) -> Family:

@@ -62,10 +62,10 @@ def value_head(gathers: Mapping[str, Gather], config: Config) -> Head:
     if OUTPUT_BIAS in gathers:
         names[OUTPUT_BIAS] = "score.bias"
     rows = gathers[OUTPUT].shape[0]
-    if _labels(config) == rows:
-        architecture, changes = _architecture(config), {}
-    else:
-        architecture, changes = _token_classification(config), _label_names(rows)
+    changes: dict[str, Any] = {} if _labels(config) == rows else _label_names(rows)
+    architecture = _architecture(config)
+    if not architecture.endswith(_VALUE_ARCHITECTURES):
+        architecture = _token_classification(config)
         if architecture:
             changes = {"architectures": [architecture], **changes}
     if architecture.endswith(_VALUE_ARCHITECTURES[0]):

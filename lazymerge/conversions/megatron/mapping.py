@@ -116,6 +116,8 @@ def _pair(text: str, where: str) -> tuple[str, str]:
 def _checked(old: str, new: str, where: str) -> tuple[str, str]:
     if not old:
         raise PlanError(f"{where}: no name before the colon", "give OLD:NEW")
+    if any("\ud800" <= letter <= "\udfff" for letter in new):
+        raise PlanError(f"{where}: NEW is no text that a file can hold", "give a name in UTF-8")
     if ":" in new:
         raise PlanError(f"{where}: more than one colon", "give OLD:NEW")
     if new.count("{}") > old.count("{}"):

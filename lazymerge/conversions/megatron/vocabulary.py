@@ -1,12 +1,13 @@
 """The padded vocabulary: rows that Megatron adds to embedding and output layer are cut off again.
 
 It pads to a multiple of make_vocab_size_divisible_by (128) x the tensor-parallel size, so that the
-surplus is always smaller than that. Nothing on disk says how many rows are real: config.json does.
-The trainer's own vocab_size is no help, as it is the tokenizer's, or missing.
+surplus is always smaller than that. Nothing on disk says how many rows are real: config.json does. The
+trainer's own vocab_size is the tokenizer's, or missing: what config.json says is not less than that.
 """
 
 from __future__ import annotations
 
+from lazymerge.checkpoint import Note
 from lazymerge.conversions.megatron.family import Config
 from lazymerge.errors import InconsistentCheckpoint
 from lazymerge.gather import Gather
@@ -25,20 +26,36 @@ def cut_vocabulary(name: str, tensor: Gather, config: Config, *, force: bool = F
     rows = tensor.shape[0] if tensor.shape else 0
     if rows == wanted:
         return tensor
-    if rows > wanted and _is_padding(rows, rows - wanted, config):
+    if rows > wanted and _is_padding(rows, wanted, config):
         return tensor.narrow(0, 0, wanted)
     if force:
         return tensor
     fewer = "fewer than" if rows < wanted else "more, by no padding of Megatron's, than"
+    trained = _setting(config, "vocab_size") or 0
+    more = f" (it was trained with a vocabulary of {trained})" if trained > wanted else ""
     raise InconsistentCheckpoint(
-        f"{name}: {rows} rows, {fewer} the {wanted} of vocab_size in config.json",
+        f"{name}: {rows} rows, {fewer} the {wanted} of vocab_size in config.json{more}",
         "vocab_size is probably that of another model; give the right config.json by --hf-config, or"
-        " --force-shape-match to cut or to fill with zeros",
+        " --force-shape-match to cut or to fill with zeros (--is-value-model if it is a value head)",
     )
 
 
-def _is_padding(rows: int, surplus: int, config: Config) -> bool:
-    """Whether Megatron would pad to that many rows, and by so many."""
+def cut_note(name: str, rows: int, config: Config) -> Note:
+    """What a merge says of the rows that were cut: a warning where only config.json says they are padding."""
+    wanted = config.count("vocab_size")
+    ranks = _setting(config, "tensor_model_parallel_size")
+    divisor = _setting(config, "make_vocab_size_divisible_by")
+    known = ranks is not None and divisor is not None and rows - wanted < divisor * ranks
+    text = (
+        f"{name}: {rows - wanted} of {rows} rows are cut as padding; config.json has a vocabulary of {wanted}"
+    )
+    return Note("info" if known else "warning", text, name)
+
+
+def _is_padding(rows: int, wanted: int, config: Config) -> bool:
+    """Whether Megatron would pad a vocabulary of `wanted` to that many rows."""
+    if (_setting(config, "vocab_size") or 0) > wanted:
+        return False
     divisor = _setting(config, "make_vocab_size_divisible_by") or _DIVISIBLE_BY
     ranks = _setting(config, "tensor_model_parallel_size")
     padded = _setting(config, "padded_vocab_size")
@@ -48,7 +65,7 @@ def _is_padding(rows: int, surplus: int, config: Config) -> bool:
         sizes = [2**power for power in range(_MOST_TENSOR_PARALLEL.bit_length())]
     else:
         sizes = [ranks]
-    return any(rows % (divisor * size) == 0 and surplus < divisor * size for size in sizes)
+    return any(rows % (divisor * size) == 0 and rows - wanted < divisor * size for size in sizes)
 
 
 def _setting(config: Config, name: str) -> int | None:

@@ -1,0 +1,66 @@
+"""Whether config.json and the trainer's arguments mean one model, where shapes alone cannot tell.
+
+Twice as many heads of half the width give tensors of the same shapes with their rows in another order. So
+what decides the order of rows is compared wherever Megatron recorded it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from lazymerge.conversions.megatron.family import Config
+from lazymerge.errors import InconsistentCheckpoint, UnsupportedCheckpoint
+
+_DELTA_NET = (
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+)
+
+
+def check_agreement(config: Config) -> None:
+    """Raise `InconsistentCheckpoint` for a number that differs, and `UnsupportedCheckpoint` where rotary
+    dimensions are interleaved.
+    """
+    for argument, recorded, field, said in _pairs(config):
+        if recorded is not None and said is not None and recorded != said:
+            raise InconsistentCheckpoint(
+                f"config.json: {field} is {said!r:.40}, but the checkpoint was trained with {argument}"
+                f" = {recorded!r:.40}",
+                "give the config.json of the model that was trained by --hf-config",
+            )
+    if config.megatron.get("rotary_interleaved") is True:
+        raise UnsupportedCheckpoint(
+            "the checkpoint was trained with rotary_interleaved: its rotary dimensions are in another order"
+            " than the hub's models have",
+            "no table permutes them yet: give one of your own by --family FILE.py",
+        )
+
+
+def _pairs(config: Config) -> Iterator[tuple[str, Any, str, Any]]:
+    """(argument, its value, field, its value), None where one is not recorded."""
+    args = config.megatron
+    heads = config.count_or_none("num_attention_heads")
+    yield "num_attention_heads", _number(args.get("num_attention_heads")), "num_attention_heads", heads
+    if args.get("multi_latent_attention") is not True:
+        groups = config.count_or_none("num_key_value_heads") or heads
+        yield (*_groups(args), "num_key_value_heads", groups)
+        head_dim = config.count_or_none("head_dim")
+        yield "kv_channels", _number(args.get("kv_channels")), "head_dim", head_dim
+    for name in _DELTA_NET:
+        yield name, _number(args.get(name)), name, config.count_or_none(name)
+
+
+def _groups(args: Any) -> tuple[str, int | None]:
+    """How many key and value heads Megatron had: without groups, one for each query head."""
+    if args.get("group_query_attention") is False:
+        return "num_attention_heads (and no groups)", _number(args.get("num_attention_heads"))
+    if args.get("group_query_attention") is True:
+        return "num_query_groups", _number(args.get("num_query_groups"))
+    return "num_query_groups", None
+
+
+def _number(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

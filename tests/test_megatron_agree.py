@@ -1,0 +1,210 @@
+"""Config.json, the trainer's arguments and the flags of an earlier run: what contradicts is never mixed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+import lazymerge
+from lazymerge.errors import InconsistentCheckpoint, PlanError, UnsupportedCheckpoint
+from tests.checks import assert_same_model, refused
+from tests.makers.megatron_models import ask_here
+
+SAMPLES = Path(__file__).parent / "data" / "megatron"
+QWEN2 = SAMPLES / "td_te_qwen2_tp2pp2"  # 4 heads, 2 groups, of 8 rows; 120 words in 256 rows
+
+
+@pytest.fixture(autouse=True)
+def asked_here(monkeypatch):
+    ask_here(monkeypatch)
+
+
+@pytest.fixture
+def hf(tmp_path):
+    """A copy of the sample's Hugging Face folder, whose config can be changed: `hf(field=value)`."""
+    folder = tmp_path / "hf"
+    shutil.copytree(QWEN2 / "hf", folder)
+
+    def changed(**fields):
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+        return folder
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"num_attention_heads": 8, "num_key_value_heads": 4}, ("num_attention_heads is 8", "= 4")),
+        ({"num_attention_heads": 2, "num_key_value_heads": 1}, ("num_attention_heads is 2", "= 4")),
+        ({"num_key_value_heads": 4}, ("num_key_value_heads is 4", "num_query_groups = 2")),
+        ({"num_key_value_heads": None}, ("num_key_value_heads is 4", "num_query_groups = 2")),
+        ({"head_dim": 16}, ("head_dim is 16", "kv_channels = 8")),
+    ],
+)
+def test_heads_that_the_trainer_had_otherwise(hf, tmp_path, fields, words):
+    """The shapes of the first two fit: only the arguments show that the rows are in another order."""
+    for check in (True, False):
+        with refused(InconsistentCheckpoint, *words, dst=tmp_path / "out"):
+            lazymerge.merge(QWEN2 / "ckpt", tmp_path / "out", hf_config=hf(**fields), check=check)
+
+
+def test_interleaved_rotary_dimensions(hf, tmp_path, monkeypatch):
+    from lazymerge.formats.megatron import dist
+
+    original = dist.settings_of
+    monkeypatch.setattr(dist, "settings_of", lambda value: {**original(value), "rotary_interleaved": True})
+    with refused(UnsupportedCheckpoint, "rotary_interleaved", "--family", dst=tmp_path / "out"):
+        lazymerge.merge(QWEN2 / "ckpt", tmp_path / "out", hf_config=hf())
+
+
+def test_trained_rows_are_not_cut_as_padding(hf, tmp_path):
+    """The trainer's tokenizer had 119 words, so that a vocabulary of 100 is another model's."""
+    with refused(InconsistentCheckpoint, "256 rows", "100", "vocabulary of 119", dst=tmp_path / "out"):
+        lazymerge.merge(QWEN2 / "ckpt", tmp_path / "out", hf_config=hf(vocab_size=100))
+    report = lazymerge.merge(
+        QWEN2 / "ckpt", tmp_path / "forced", hf_config=hf(vocab_size=100), force_shape_match=True
+    )
+    cropped = [note for note in report.warnings if "cropped" in note.text]
+    assert {note.tensor for note in cropped} == {"model.embed_tokens.weight", "lm_head.weight"}
+
+
+def test_padding_that_is_cut_is_named(hf, tmp_path):
+    report = lazymerge.merge(QWEN2 / "ckpt", tmp_path / "out", hf_config=hf())
+    cut = [note for note in report.notes if "136 of 256 rows are cut as padding" in note.text]
+    assert [note.level for note in cut] == ["info", "info"]
+
+
+@pytest.mark.parametrize("new", ["v_head.weight", ""])
+def test_an_output_layer_that_the_user_has_dealt_with(hf, tmp_path, new):
+    """It is there, so that it is no question whether it is tied."""
+    report = lazymerge.merge(
+        QWEN2 / "ckpt",
+        tmp_path / "out",
+        hf_config=hf(),
+        param_mapping=[f"output_layer.weight:{new}"],
+        check=False,
+    )
+    names = load_file(tmp_path / "out" / "model.safetensors").keys()
+    assert "lm_head.weight" not in names
+    assert ("v_head.weight" in names) == bool(new)
+    assert ("output_layer.weight" in report.left_out) == (not new)
+
+
+def test_the_class_that_loads_a_value_head(tmp_path):
+    case = SAMPLES / "verl2_te_qwen2_value"
+    report = lazymerge.merge(case / "ckpt", tmp_path / "out", hf_config=case / "hf")
+    assert "Qwen2ForTokenClassification.from_pretrained" in report.how_to_load
+
+
+def test_a_config_that_holds_half_of_a_pair(hf, tmp_path):
+    """JSON may escape what UTF-8 cannot hold; it stays as it was where the config is changed."""
+    lazymerge.merge(QWEN2 / "ckpt", tmp_path / "out", hf_config=hf(odd="\ud800"), dtype="float32")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["odd"] == "\ud800"
+
+
+# ---- a run that goes on with what has changed since --------------------------------------------------------
+
+
+def killed_after_two_files(monkeypatch, **options):
+    """The merge, ended after two of its files as a kill ends it: nothing is tidied up."""
+    from lazymerge import api
+
+    write, written = api.write_file, []
+
+    def failing(file, *args, **kwargs):
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        written.append(file.name)
+        write(file, *args, **kwargs)
+
+    monkeypatch.setattr(api, "write_file", failing)
+    with pytest.raises(KeyboardInterrupt):
+        lazymerge.merge(max_shard_size=20_000, **options)
+    monkeypatch.setattr(api, "write_file", write)
+
+
+def test_a_config_that_was_corrected_begins_anew(hf, tmp_path, monkeypatch):
+    """A wrong vocabulary says nothing of order; the tie flag decides which tensors there are."""
+    options = {"src": QWEN2 / "ckpt", "dst": tmp_path / "out"}
+    killed_after_two_files(monkeypatch, **options, hf_config=hf(rms_norm_eps=0.1))
+    report = lazymerge.merge(max_shard_size=20_000, **options, hf_config=hf(rms_norm_eps=1e-6))
+    assert report.resumed == ()
+    assert_same_model(tmp_path / "out", load_file(QWEN2 / "hf" / "model.safetensors"))
+
+
+SWAPPED = """
+from lazymerge.conversions.megatron.family import Family, Rule
+from lazymerge.conversions.megatron.tables.qwen import QWEN2
+from lazymerge.conversions.megatron.layouts import split_gate_up
+
+def swapped(config, fc1):
+    gate, up = split_gate_up(config, fc1)
+    return {}
+
+GATED = Rule("decoder.layers.{{L}}.mlp.linear_fc1.{{p}}",
+             ("model.layers.{{L}}.mlp.gate_proj.{{p}}", "model.layers.{{L}}.mlp.up_proj.{{p}}"), swapped)
+FAMILY = Family("own", ("qwen2",), (GATED, *QWEN2.rules))
+"""
+
+
+def test_a_family_file_that_was_corrected_begins_anew(hf, tmp_path, monkeypatch):
+    family = tmp_path / "own.py"
+    options = {"src": QWEN2 / "ckpt", "dst": tmp_path / "out", "hf_config": hf(), "family": str(family)}
+    family.write_text(SWAPPED.format("up, gate"))
+    killed_after_two_files(monkeypatch, **options)
+    family.write_text(SWAPPED.format("gate, up"))
+    report = lazymerge.merge(max_shard_size=20_000, **options)
+    assert report.resumed == ()
+    assert_same_model(tmp_path / "out", load_file(QWEN2 / "hf" / "model.safetensors"))
+
+
+def test_a_mapping_file_that_was_corrected_begins_anew(hf, tmp_path, monkeypatch):
+    mapping = tmp_path / "names"
+    options = {"src": QWEN2 / "ckpt", "dst": tmp_path / "out", "hf_config": hf(), "check": False}
+    final = "decoder.final_layernorm.weight:model.norm.{}\n"
+    mapping.write_text(final.format("wrong"))
+    killed_after_two_files(monkeypatch, **options, param_mapping=[str(mapping)])
+    mapping.write_text(final.format("weight"))
+    report = lazymerge.merge(max_shard_size=20_000, **options, param_mapping=[str(mapping)])
+    assert report.resumed == ()
+    assert_same_model(tmp_path / "out", load_file(QWEN2 / "hf" / "model.safetensors"))
+
+
+def test_the_same_command_goes_on(hf, tmp_path, monkeypatch):
+    options = {"src": QWEN2 / "ckpt", "dst": tmp_path / "out", "hf_config": hf()}
+    killed_after_two_files(monkeypatch, **options)
+    report = lazymerge.merge(max_shard_size=20_000, **options)
+    assert len(report.resumed) == 2
+    assert_same_model(tmp_path / "out", load_file(QWEN2 / "hf" / "model.safetensors"))
+
+
+# ---- files of the user's -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", ["raise SystemExit(0)", "import sys; sys.exit()", "1 / 0", "def"])
+def test_a_family_file_that_ends_the_process(hf, tmp_path, code):
+    (tmp_path / "own.py").write_text(code)
+    with refused(PlanError, "--family", "own.py", dst=tmp_path / "out"):
+        lazymerge.merge(QWEN2 / "ckpt", tmp_path / "out", hf_config=hf(), family=str(tmp_path / "own.py"))
+
+
+@pytest.mark.parametrize("family", ["x" * 300, "a\0b", ""])
+def test_a_family_that_no_file_can_be(hf, tmp_path, family):
+    with refused(PlanError, "--family", dst=tmp_path / "out"):
+        lazymerge.merge(QWEN2 / "ckpt", tmp_path / "out", hf_config=hf(), family=family)
+
+
+def test_a_name_that_is_no_text(hf, tmp_path):
+    with refused(PlanError, "--param-mapping", "UTF-8", dst=tmp_path / "out"):
+        lazymerge.merge(
+            QWEN2 / "ckpt",
+            tmp_path / "out",
+            hf_config=hf(),
+            param_mapping=["decoder.final_layernorm.weight:a\udcff"],
+        )
