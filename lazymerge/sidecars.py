@@ -1,7 +1,8 @@
 """Sidecars: what a model needs beside its weights, copied byte for byte.
 
-Only known names are taken, only plain files (never links), and never a weight file. The one change
-that is made is to the dtype field of config.json, where the dtype of the weights was changed.
+Only known names are taken, only plain files (never links), and never a weight file. Nothing is changed but
+fields of config.json that would not be true of the result: the dtype, where that of the weights was changed,
+and what a conversion names.
 """
 
 from __future__ import annotations
@@ -226,10 +227,11 @@ def with_dtype(raw: bytes, dtype: str) -> bytes:
 
 
 def with_fields(raw: bytes, changes: Mapping[str, Any]) -> bytes:
-    """config.json with other values in these fields; without any, as it was."""
+    """config.json with other values in these fields, without those that are None; without any, as it was."""
     if not changes:
         return raw
-    return _as_json({**json.loads(raw), **changes})
+    config = {**json.loads(raw), **changes}
+    return _as_json({key: value for key, value in config.items() if key not in changes or value is not None})
 
 
 def _as_json(config: Any) -> bytes:

@@ -64,7 +64,7 @@ def test_bfloat16_becomes_float32_exactly(tmp_path):
 
 @pytest.mark.parametrize("value", [3.4e38, -3.4e38])
 def test_overflow_is_refused_by_name(tmp_path, value):
-    state = {"x": torch.tensor([1.0, torch.inf, value])}
+    state = {"x": torch.tensor([1.0, value])}
     with pytest.raises(PlanError, match=r"x: 1 of its values, such as -?3.4e\+38, do not fit bfloat16"):
         lazymerge.merge(saved(tmp_path / "src", state), tmp_path / "out", dtype="bfloat16")
 

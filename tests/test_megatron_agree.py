@@ -10,6 +10,9 @@ import pytest
 from safetensors.torch import load_file
 
 import lazymerge
+from lazymerge.conversions.megatron.agree import check_agreement
+from lazymerge.conversions.megatron.family import Config
+from lazymerge.conversions.megatron.tables import GLM4, LLAMA4, LLAMA4_TEXT
 from lazymerge.errors import InconsistentCheckpoint, PlanError, UnsupportedCheckpoint
 from tests.checks import assert_same_model, refused
 from tests.makers.megatron_models import ask_here
@@ -61,6 +64,41 @@ def test_interleaved_rotary_dimensions(hf, tmp_path, monkeypatch):
     monkeypatch.setattr(dist, "settings_of", lambda value: {**original(value), "rotary_interleaved": True})
     with refused(UnsupportedCheckpoint, "rotary_interleaved", "--family", dst=tmp_path / "out"):
         lazymerge.merge(QWEN2 / "ckpt", tmp_path / "out", hf_config=hf())
+
+
+@pytest.mark.parametrize("family", [GLM4, LLAMA4, LLAMA4_TEXT])
+def test_families_whose_rotary_dimensions_are_interleaved(family):
+    """As transformers rotates pairs of neighbours in these (modeling_glm4.py, modeling_llama4.py)."""
+    check_agreement(Config({}, {}, {"rotary_interleaved": True}), family)
+    with pytest.raises(UnsupportedCheckpoint):
+        check_agreement(Config({}, {}, {"rotary_interleaved": False}), family)
+
+
+def test_a_config_of_quantised_weights(hf, tmp_path):
+    """DeepSeek-V3's own config says fp8: a loader would look for scales that a trained model has not."""
+    quantised = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    report = lazymerge.merge(QWEN2 / "ckpt", tmp_path / "out", hf_config=hf(**quantised))
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert any("quantization_config" in note.text for note in report.notes)
+
+
+def test_a_tied_value_head(tmp_path):
+    case = SAMPLES / "verl2_te_qwen2_value"
+    with refused(PlanError, "value head", "--tie-word-embedding", dst=tmp_path / "out"):
+        lazymerge.merge(case / "ckpt", tmp_path / "out", hf_config=case / "hf", tie_word_embedding=True)
+
+
+def test_a_layer_that_has_less_than_another(hf, tmp_path):
+    """Nobody else would say it where names and shapes are not checked."""
+    report = lazymerge.merge(
+        QWEN2 / "ckpt",
+        tmp_path / "out",
+        hf_config=hf(),
+        param_mapping=["decoder.layers.2.mlp.linear_fc2.weight:"],
+        check=False,
+    )
+    (warning,) = report.warnings
+    assert "model.layers.2.mlp.down_proj.weight is not in the checkpoint" in warning.text
 
 
 def test_trained_rows_are_not_cut_as_padding(hf, tmp_path):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from lazymerge.conversions.megatron.family import Config
+from lazymerge.conversions.megatron.family import Config, Family
 from lazymerge.errors import InconsistentCheckpoint, UnsupportedCheckpoint
 
 _DELTA_NET = (
@@ -20,9 +20,9 @@ _DELTA_NET = (
 )
 
 
-def check_agreement(config: Config) -> None:
+def check_agreement(config: Config, family: Family) -> None:
     """Raise `InconsistentCheckpoint` for a number that differs, and `UnsupportedCheckpoint` where rotary
-    dimensions are interleaved.
+    dimensions are in another order than in the family's model on the hub.
     """
     for argument, recorded, field, said in _pairs(config):
         if recorded is not None and said is not None and recorded != said:
@@ -31,10 +31,12 @@ def check_agreement(config: Config) -> None:
                 f" = {recorded!r:.40}",
                 "give the config.json of the model that was trained by --hf-config",
             )
-    if config.megatron.get("rotary_interleaved") is True:
+    rotary = config.megatron.get("rotary_interleaved")
+    latent = config.megatron.get("multi_latent_attention") is True  # has an order of its own
+    if isinstance(rotary, bool) and rotary is not family.interleaved and not latent:
         raise UnsupportedCheckpoint(
-            "the checkpoint was trained with rotary_interleaved: its rotary dimensions are in another order"
-            " than the hub's models have",
+            f"the checkpoint was trained with rotary_interleaved = {rotary}: its rotary dimensions are in"
+            f" another order than those of {family.name} on the hub",
             "no table permutes them yet: give one of your own by --family FILE.py",
         )
 

@@ -45,6 +45,26 @@ def check_blocks(matches: Mapping[str, Match], config: Config) -> None:
             _check(numbers, numbered[placeholder], "")
 
 
+def lacking_of_layers(matches: Iterable[Match]) -> str | None:
+    """What to say of a layer that has only a part of what another one has; None if there is none.
+
+    Layers of different kinds (dense and experts, attention and delta net) have each something of their own.
+    """
+    layers: dict[int, set[str]] = {}
+    for match in matches:
+        if "L" in match.numbers:
+            layers.setdefault(match.numbers["L"], set()).update(match.rule.hf)
+    kinds: dict[frozenset[str], int] = {}
+    for layer, has in layers.items():
+        kinds.setdefault(frozenset(has), layer)
+    for names, layer in kinds.items():
+        for more, other in kinds.items():
+            if names < more:
+                lost = sorted(more - names)[0].replace("{L}", str(layer))
+                return f"{lost} is not in the checkpoint, though layer {other} has its own"
+    return None
+
+
 def check_experts(matches: Mapping[str, Match], config: Config) -> None:
     """Every layer that has experts has all, for each of their tensors, numbered 0 to n - 1."""
     groups: dict[tuple[int, int, tuple[tuple[str, int], ...]], dict[int, str]] = {}

@@ -7,7 +7,7 @@ config.json says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from lazymerge.checkpoint import Checkpoint, Copy, Note
 from lazymerge.conversions.megatron import head as heads
 from lazymerge.conversions.megatron import layouts
 from lazymerge.conversions.megatron.agree import check_agreement
-from lazymerge.conversions.megatron.complete import check_blocks, check_experts
+from lazymerge.conversions.megatron.complete import check_blocks, check_experts, lacking_of_layers
 from lazymerge.conversions.megatron.families import family_of
 from lazymerge.conversions.megatron.family import Config, Family, Misfit
 from lazymerge.conversions.megatron.mapping import apply_mapping
@@ -34,12 +34,16 @@ from lazymerge.gather import Gather
 if TYPE_CHECKING:
     import torch
 
+_QUANTIZED = "quantization_config"
 EMBEDDING = "embedding.word_embeddings.weight"
 
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """The checkpoint as the hub has it, and the fields that its config.json has to have instead."""
+    """The checkpoint as the hub has it, and the fields that its config.json has to have instead.
+
+    A field that is to be None has to go.
+    """
 
     checkpoint: Checkpoint
     config_changes: dict[str, Any]
@@ -117,7 +121,7 @@ class _Conversion:
     def run(
         self, mapping: Sequence[tuple[str, str]], tied: bool | None, value_model: bool | None
     ) -> Converted:
-        check_agreement(self.config)
+        check_agreement(self.config, self.family)
         mapped, self.left_out = apply_mapping(mapping, self.sources)
         for name, new in mapped.items():
             self._make(new, self.sources[name], name)
@@ -138,10 +142,19 @@ class _Conversion:
             self._apply(job)
         notes = (*head.notes, *self.notes, *self._notes(matches.values()))
         made = self.checkpoint.with_gathers(self.made, *notes, left_out=self.left_out)
-        return Converted(replace(made, copies=self._copies()), dict(head.changes))
+        changes = dict(head.changes)
+        if self.config.whole.get(_QUANTIZED) is not None:
+            changes[_QUANTIZED] = None
+        return Converted(replace(made, copies=self._copies()), changes)
 
     def _head(self, tied: bool | None, value_model: bool | None) -> heads.Head:
         if heads.is_value_head(self.sources, self.config, value_model):
+            if tied:
+                raise PlanError(
+                    f"{heads.OUTPUT}: a value head of {self.sources[heads.OUTPUT].shape[0]} rows, which"
+                    " --tie-word-embedding would leave out",
+                    "leave --tie-word-embedding away",
+                )
             return heads.value_head(self.sources, self.config)
         rule = self.table.find(heads.OUTPUT)
         mapped = rule is not None and any(name in self.made for name in rule.rule.hf)
@@ -266,11 +279,23 @@ class _Conversion:
         copies, became = self.checkpoint.copies, self.became
         return lambda: (copy._replace(name=became.get(copy.name, copy.name)) for copy in copies())
 
-    def _notes(self, matches: Iterable[Match]) -> list[Note]:
+    def _notes(self, matches: Collection[Match]) -> list[Note]:
         notes = []
         if self.shifted:
             text = f"{self.shifted} norms are stored centred at zero on one side: 1 is added or taken away"
             notes.append(Note("info", text))
+        if not self.config.megatron:
+            text = (
+                "the trainer's arguments are not recorded: that norms are not centred, and the order of heads"
+                " and rotary dimensions, are taken from config.json and the usual way of the family"
+            )
+            notes.append(Note("info", text))
+        if self.config.whole.get(_QUANTIZED) is not None:
+            text = f"config.json's {_QUANTIZED} is left out: the weights are not quantised"
+            notes.append(Note("info", text))
+        lacking = lacking_of_layers(matches)
+        if lacking is not None:
+            notes.append(Note("warning", lacking))
         mtp = [match for match in matches if "K" in match.numbers]
         if any("{M}" in name for match in mtp for name in match.rule.hf):
             text = "MTP layers share embedding and output layer: the hub's copies of them are not written"

@@ -128,12 +128,15 @@ class Family:
     """A table: the rules for models of these types. The first rule that fits a name is taken.
 
     `tied` is what the config class has for ``tie_word_embeddings`` where config.json does not say.
+    `interleaved` is whether the hub's model rotates pairs of neighbouring dimensions (GLM-4, Llama 4)
+    rather than halves; Megatron calls that ``rotary_interleaved``.
     """
 
     name: str
     model_types: tuple[str, ...]
     rules: tuple[Rule, ...]
     tied: bool = False
+    interleaved: bool = False
 
 
 def under(megatron: str, hf: str, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:

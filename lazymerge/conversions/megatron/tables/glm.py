@@ -25,7 +25,7 @@ _GLM4_LAYER = (
     Rule("mlp.linear_fc1.{p}", "mlp.gate_up_proj.{p}"),
     Rule("mlp.linear_fc2.{p}", "mlp.down_proj.{p}"),
 )
-GLM4 = Family("glm4", ("glm4",), decoder(_GLM4_LAYER))
+GLM4 = Family("glm4", ("glm4",), decoder(_GLM4_LAYER), interleaved=True)
 
 _GLM4_MOE_LAYER = (
     *ATTENTION,

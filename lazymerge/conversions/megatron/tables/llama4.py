@@ -24,9 +24,10 @@ _LAYER = (
     *gated_mlp("mlp.shared_experts.", "feed_forward.shared_expert."),
 )
 
-LLAMA4_TEXT = Family("llama4_text", ("llama4_text",), decoder(_LAYER))
+LLAMA4_TEXT = Family("llama4_text", ("llama4_text",), decoder(_LAYER), interleaved=True)
 LLAMA4 = Family(
     "llama4",
     ("llama4",),
     decoder(_LAYER, hf="language_model.model.", head="language_model.lm_head.weight"),
+    interleaved=True,
 )
