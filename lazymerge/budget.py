@@ -33,6 +33,9 @@ LARGEST_SCATTERED_BLOCK = 32 << 20
 """Where larger blocks are read in longer runs, as of a tensor that is transposed."""
 
 SMALLEST_BLOCK = 256 << 10
+MOST_WORKERS = 64
+"""Threads beyond which none has a use: they take turns in Python, and their stacks are not counted."""
+
 SLACK = 6 << 20
 """Bytes for what the interpreter allocates while it works: descriptors, pieces, threads."""
 
@@ -54,6 +57,7 @@ class Spending:
 def spend(max_ram: int | None, workers: int, tensors: Iterable[PlannedTensor]) -> Spending:
     """The largest blocks (and most workers) that fit `max_ram` bytes, or the default budget.
 
+    `workers` are as many as the user lets it take; more than `MOST_WORKERS` are not.
     Raises `BudgetError` with the least that works if even one worker with the smallest block does not fit.
     """
     budget = default_budget() if max_ram is None else max_ram
@@ -61,14 +65,13 @@ def spend(max_ram: int | None, workers: int, tensors: Iterable[PlannedTensor]) -
     computed = [tensor for tensor in tensors if tensor.computed]
     filled = max((tensor.buffered for tensor in tensors), default=0)
     base = resident() + SLACK
-    for count in range(workers, 0, -1):
-        block = LARGEST_COMPUTED_BLOCK if computed else LARGEST_BLOCK
-        while block >= SMALLEST_BLOCK:
-            peak = base + count * _per_worker(min(block, filled), computed)
+    costs = {block: _per_worker(min(block, filled), computed) for block in _blocks(bool(computed))}
+    for count in range(min(workers, MOST_WORKERS), 0, -1):
+        for block, cost in costs.items():
+            peak = base + count * cost
             if peak <= budget:
                 return _with_long_runs(Spending(count, block, block, peak), budget, base, tensors)
-            block //= 2
-    least = base + _per_worker(min(SMALLEST_BLOCK, filled), computed)
+    least = base + costs[SMALLEST_BLOCK]
     culprit = ""
     if computed:
         costliest = max(computed, key=lambda tensor: _extra(tensor, SMALLEST_BLOCK))
@@ -78,6 +81,14 @@ def spend(max_ram: int | None, workers: int, tensors: Iterable[PlannedTensor]) -
         f" ({base // 10**6} MB of them are the interpreter and the plan{culprit})",
         f"give --max-ram {-(-least // 10**6)}MB or more",
     )
+
+
+def _blocks(computing: bool) -> Iterator[int]:
+    """Sizes of blocks in bytes, the largest first."""
+    block = LARGEST_COMPUTED_BLOCK if computing else LARGEST_BLOCK
+    while block >= SMALLEST_BLOCK:
+        yield block
+        block //= 2
 
 
 def _with_long_runs(spent: Spending, budget: int, base: int, tensors: list[PlannedTensor]) -> Spending:

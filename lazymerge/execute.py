@@ -115,6 +115,7 @@ def _work(queue: _Queue, copier: Copier, block: int, on_bytes: Callable[[int], N
                 step.source.forget(step.source_at, step.size)
             else:
                 if len(buffer) < step.size:
+                    buffer = bytearray()  # the smaller one goes first, so that there is one at a time
                     buffer = bytearray(step.size)
                 with memoryview(buffer)[: step.size] as view:
                     fill(step.tensor.gather, step.window, view, min(block, SCRATCH))

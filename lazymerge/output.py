@@ -6,7 +6,9 @@
 
 When every file is there they are renamed into DST, the index (or the only weight file) last, and the
 folder is removed, the journal when nothing else is left to do: as long as it is there it proves what the
-files in DST are. A run that was killed at any moment is finished by running the same command again.
+files in DST are. It names each by size, time of change and inode, which renaming leaves as they are: the
+checkpoint before has files of the same names and sizes. A run that was killed at any moment is finished by
+running the same command again.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,7 @@ class Destination:
         self.finished: set[str] = set()
         self.complete = False
         self._journal = self.staging / JOURNAL
+        self._renamed: dict[str, Any] = {}  # what earlier runs of this job were to publish
 
     # -------------------------------------------------------------------- beginning
 
@@ -63,12 +66,15 @@ class Destination:
         lines = _read_lines(self._journal)
         if lines and lines[0].get("job") == head["job"]:
             _refuse_changed(lines[0].get("sources", {}), head["sources"], self.staging)
-            self.finished = {line["done"] for line in lines[1:] if self._is_there(line)}
+            self.finished = {line["done"] for line in lines[1:] if self._is_finished(line)}
             self.complete = self._is_published(lines[-1].get("publishing"))
+            self._renamed = _listed(lines)
             self._clear({"lock", self._journal.name, *self.finished})
             return
         if not self.overwrite:
             _check_empty(self.folder, ())  # not even of files that another job has published
+        if self._journal.exists():
+            self._journal.unlink()  # before what it lists
         self._clear({"lock"})
         self._append(head)
 
@@ -80,23 +86,21 @@ class Destination:
             elif path.name not in kept:
                 path.unlink()
 
-    def _is_there(self, line: dict[str, Any]) -> bool:
-        """Whether a file that the journal says is finished is (staged, or already published)."""
-        name, size = line.get("done"), line.get("size")
-        return isinstance(name, str) and any(
-            path.is_file() and path.stat().st_size == size
-            for path in (self.staging / name, self.folder / name)
+    def _is_finished(self, line: dict[str, Any]) -> bool:
+        """Whether a file that the journal says is finished is there (staged, or already published)."""
+        name = line.get("done")
+        return isinstance(name, str) and _is_file(self._place(name), line.get("identity"))
+
+    def _is_published(self, identities: object) -> bool:
+        """Whether all files have been renamed: none of them is staged, and those in the folder are they."""
+        return isinstance(identities, dict) and not any(
+            (self.staging / name).exists() or not _is_file(self.folder / name, identity)
+            for name, identity in identities.items()
         )
 
-    def _is_published(self, sizes: object) -> bool:
-        """Whether all files have been renamed: none of them is staged, and those in the folder are theirs.
-
-        A file that the folder had before is gone by the time that the last weights are no longer staged.
-        """
-        return isinstance(sizes, dict) and not any(
-            (self.staging / name).exists() or _size(self.folder / name) != size
-            for name, size in sizes.items()
-        )
+    def _place(self, name: str) -> Path:
+        """Where a file of this job is: staged, or in the folder if it is no longer."""
+        return (self.staging if (self.staging / name).exists() else self.folder) / name
 
     def need(self, nbytes: int) -> None:
         """Raise `OutputError` if the file system has less than `nbytes` free."""
@@ -123,7 +127,7 @@ class Destination:
             _synced(fd, name)
         finally:
             os.close(fd)
-        self._append({"done": name, "size": size})
+        self._append({"done": name, "identity": _identity(path)})
         self.finished.add(name)
 
     def write(self, name: str, content: bytes) -> None:
@@ -131,7 +135,8 @@ class Destination:
 
         Not staged if a complete result holds it already.
         """
-        if self.complete and (self.folder / name).read_bytes() == content:
+        there = self.folder / name
+        if self.complete and there.is_file() and there.read_bytes() == content:
             return
         path = self.staging / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -148,7 +153,8 @@ class Destination:
 
         Not staged if a complete result holds it already.
         """
-        if self.complete and filecmp.cmp(source, self.folder / name, shallow=False):
+        there = self.folder / name
+        if self.complete and there.is_file() and filecmp.cmp(source, there, shallow=False):
             return
         path = self.staging / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -170,9 +176,7 @@ class Destination:
 
     def publish(self, names: Sequence[str]) -> None:
         """Rename the staged files into the folder in this order, after what they replace is gone."""
-        published = self._published(names)
-        places = {name: self.folder if name in published else self.staging for name in names}
-        self._append({"publishing": {name: _size(place / name) for name, place in places.items()}})
+        self._append({"publishing": {name: _identity(self._place(name)) for name in names}})
         try:
             self._publish(names)
         except OSError as error:
@@ -190,12 +194,13 @@ class Destination:
                 )
         if self.overwrite:
             for path in list(self.folder.iterdir()):
-                if (
-                    path.is_file()
-                    and (_WEIGHTS.fullmatch(path.name) or is_sidecar(path.name))
-                    and path.name not in self._published(names)
-                ):
+                published = path.name in names and not (self.staging / path.name).exists()
+                known = _WEIGHTS.fullmatch(path.name) or is_sidecar(path.name)
+                if path.is_file() and known and not published:
                     path.unlink()
+        for name, identity in self._renamed.items():  # a sidecar that the source no longer has
+            if name not in names and _is_file(self.folder / name, identity):
+                (self.folder / name).unlink()
         sync_folder(self.staging)
         for name in names:
             if (self.staging / name).exists():
@@ -206,10 +211,6 @@ class Destination:
         self._journal.unlink()  # what is left after this is a result like any other
         shutil.rmtree(self.staging)
         sync_folder(self.folder)
-
-    def _published(self, names: Iterable[str]) -> set[str]:
-        """Files that an earlier run of this job has renamed already: they are no longer staged."""
-        return {name for name in names if not (self.staging / name).exists()}
 
 
 @contextmanager
@@ -265,13 +266,24 @@ def _check_place(folder: Path, sources: Sequence[Path]) -> None:
 
 def _publishing(journal: Path) -> set[str]:
     """What an unfinished merge may have renamed into the folder: names of files and of folders there."""
-    listed = [line["publishing"] for line in _read_lines(journal) if isinstance(line.get("publishing"), dict)]
-    return {str(name).partition("/")[0] for names in listed for name in names}
+    return {name.partition("/")[0] for name in _listed(_read_lines(journal))}
 
 
-def _size(path: Path) -> int | None:
-    """Bytes of a file; None if there is none."""
-    return path.stat().st_size if path.is_file() else None
+def _listed(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Name -> identity of all files that the journal says were to be renamed."""
+    listed = [line["publishing"] for line in lines if isinstance(line.get("publishing"), dict)]
+    return {name: identity for each in listed for name, identity in each.items()}
+
+
+def _identity(path: Path) -> list[int]:
+    """What tells a file from another of its name and size, before and after it is renamed."""
+    stat = path.stat()
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ino]
+
+
+def _is_file(path: Path, identity: object) -> bool:
+    """Whether the file with this identity is there."""
+    return path.is_file() and _identity(path) == identity
 
 
 def _check_empty(folder: Path, known: Collection[str]) -> None:

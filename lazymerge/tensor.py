@@ -30,6 +30,12 @@ log = logging.getLogger(__name__)
 COPY_BLOCK = 8 << 20
 """Bytes that ``real.copy_(lazy)`` reads at a time."""
 
+_OF_STORAGE = {
+    getattr(torch.ops.aten, name)
+    for name in ("as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter")
+}
+"""Operators whose values depend on where the first operand's elements are in memory."""
+
 
 class LazyTensor(torch.Tensor):
     """A tensor whose elements have not been read: its `lazy_gather` says where they are."""
@@ -56,6 +62,10 @@ class LazyTensor(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func.overloadpacket in _OF_STORAGE and isinstance(args[0], LazyTensor):
+            raise TypeError(
+                f"{func}: a LazyTensor has no storage whose elements could be counted; materialize() it first"
+            )
         if func is torch.ops.aten.copy_.default:
             return _copy_blocks(*args)
         if func is torch.ops.aten.squeeze_.dim:

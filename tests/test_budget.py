@@ -78,6 +78,24 @@ def test_blocks_shrink_before_workers_do(tensors):
     assert least.workers < 4
 
 
+@pytest.mark.parametrize("turned", [True, False])
+def test_a_million_workers(tensors, turned, monkeypatch):
+    """As many as anybody has a use for, found at once: each is a thread."""
+    monkeypatch.setattr(budget, "resident", lambda: 100 * 10**6)
+    plan = planned(tensors.t() if turned else tensors) + planned(tensors + 1)
+    counted = []
+    real = budget._per_worker
+    monkeypatch.setattr(budget, "_per_worker", lambda *args: counted.append(args) or real(*args))
+    spent = budget.spend(10**12, 10**6, plan)
+    assert spent.workers == budget.MOST_WORKERS <= 256
+    few = budget.spend(140 * 10**6, 10**6, plan)
+    assert 1 <= few.workers < budget.MOST_WORKERS
+    assert few.peak <= 140 * 10**6
+    assert len(counted) < 20
+    with pytest.raises(BudgetError):
+        budget.spend(10**6, 10**9, plan)
+
+
 def test_what_is_left_goes_into_long_runs(tensors, tmp_path):
     """Of a transposed tensor; its blocks are counted, and no other tensor's are larger for it."""
     base = budget.resident() + budget.SLACK

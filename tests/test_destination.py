@@ -19,6 +19,7 @@ from tests.checks import assert_same_model, assert_well_formed, refused, tree
 
 Usage = namedtuple("Usage", "total used free")
 TRUTH = {f"layers.{i}.weight": torch.full((30, 20), float(i)) for i in range(6)}
+NEWER = {name: tensor + 100 for name, tensor in TRUTH.items()}
 LARGE = {f"layers.{i}.weight": torch.full((300, 200), float(i)) for i in range(3)}  # copied by the kernel
 SHARD = {"max_shard_size": 2 * 30 * 20 * 4}  # two tensors in each of three files
 SHARDS = [f"model-{i:05}-of-00003.safetensors" for i in (1, 2, 3)]
@@ -360,11 +361,92 @@ def test_a_sidecar_that_changed_since_is_copied_into_the_result(src, out, killed
         lazymerge.merge(src, out, **SHARD)
     killed_at(None)
     before = identities(out)
-    (src / "config.json").write_text('{"a": 1}')
+    name = "additional_chat_templates/tool.jinja"
+    (src / name).write_text("y")
     lazymerge.merge(src, out, **SHARD)
-    assert (out / "config.json").read_text() == '{"a": 1}'
+    assert (out / name).read_text() == "y"
     changed = {path for path, identity in identities(out).items() if before[path] != identity}
-    assert changed == {str(out / "config.json")}
+    assert changed == {str(out / name)}
+
+
+@pytest.fixture
+def newer(source, src, tmp_path, out) -> Path:
+    """The next checkpoint of the model whose result `out` holds: the same names and sizes, other values."""
+    lazymerge.merge(src, out, **SHARD)
+    return source(tmp_path / "newer", NEWER, {})
+
+
+@pytest.mark.parametrize("until", ["the second file", "publishing"])
+def test_files_of_the_model_before_do_not_count_as_finished(newer, out, disk_full, killed_at, until):
+    """The journal lists files that are gone; those in the folder have their names and sizes."""
+    if until == "publishing":
+        killed_at(0)
+    else:
+        disk_full(SHARDS[1])
+    with pytest.raises((OutputError, Killed)):
+        lazymerge.merge(newer, out, overwrite=True, **SHARD)
+    killed_at(None)
+    disk_full(None)
+    for path in (out / ".lazymerge").rglob("*"):
+        if path.is_file() and path.name != "journal.jsonl":
+            path.unlink()
+    report = lazymerge.merge(newer, out, overwrite=True, **SHARD)
+    assert report.resumed == ()
+    assert_same_model(out, NEWER)
+
+
+@pytest.mark.parametrize("last", range(6))
+def test_killed_where_another_job_begins(newer, out, killed_at, last):
+    killed_at(0)
+    with pytest.raises(Killed):
+        lazymerge.merge(newer, out, overwrite=True, **SHARD)
+    killed_at(last)
+    with pytest.raises(Killed):
+        lazymerge.merge(newer, out, dtype="bfloat16", overwrite=True, **SHARD)
+    killed_at(None)
+    assert (out / ".lazymerge/journal.jsonl").exists() == (not last)  # it goes before what it lists
+    assert lazymerge.merge(newer, out, overwrite=True, **SHARD).resumed == (() if last else tuple(SHARDS))
+    assert_same_model(out, NEWER)
+
+
+def test_a_published_file_that_was_changed_in_its_place(src, out, killed_at):
+    killed_at(6)
+    with pytest.raises(Killed):
+        lazymerge.merge(src, out, **SHARD)
+    killed_at(None)
+    with open(out / SHARDS[0], "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"x")
+    assert lazymerge.merge(src, out, **SHARD).resumed == tuple(SHARDS[1:])
+    assert_same_model(out, TRUTH)
+
+
+def test_a_sidecar_that_came_since_is_put_into_the_result(src, out, killed_at):
+    killed_at(6)
+    with pytest.raises(Killed):
+        lazymerge.merge(src, out, **SHARD)
+    killed_at(None)
+    (src / "tokenizer_config.json").write_text("{}")
+    assert lazymerge.merge(src, out, **SHARD).resumed == tuple(SHARDS)
+    assert (out / "tokenizer_config.json").read_text() == "{}"
+    assert_same_model(out, TRUTH)
+
+
+@pytest.mark.parametrize("renamed", [0, 2, 6])
+@pytest.mark.parametrize("edited", [False, True])
+def test_a_sidecar_that_went_since_is_taken_away_again(src, out, killed_at, renamed, edited):
+    """Not if somebody has changed it: then it is theirs."""
+    killed_at(renamed)
+    with pytest.raises(Killed):
+        lazymerge.merge(src, out, **SHARD)
+    killed_at(None)
+    name = "additional_chat_templates/tool.jinja"
+    (src / name).unlink()
+    if renamed and edited:
+        (out / name).write_text("theirs")
+    lazymerge.merge(src, out, **SHARD)
+    assert (out / name).exists() == bool(renamed and edited)
+    assert_same_model(out, TRUTH)
 
 
 @pytest.mark.parametrize("renamed", [0, 4])

@@ -156,35 +156,77 @@ def watch(event: str, args: tuple[object, ...]) -> None:
 sys.addaudithook(watch)
 
 
+def put(kind, path):
+    """Something at `path` that is no file."""
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        os.mknod(path, stat.S_IFSOCK | 0o600)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("gone.pt" if kind == "dangling" else path.name)
+
+
+def said_of(kind, path):
+    return {
+        "pipe": "is a named pipe, expected a file",
+        "socket": "is a socket, expected a file",
+        "folder": "is a folder, expected a file",
+        "dangling": "is a link to gone.pt, which is not there",
+        "loop": f"is a link to {path.name}, which is not there",
+    }[kind]
+
+
 @pytest.mark.parametrize("kind", ["pipe", "socket", "folder", "dangling", "loop"])
 @pytest.mark.parametrize("ranks", [[2], [0, 1, 2, 3]], ids=str)
 def test_what_stands_in_the_place_of_a_rank_file_is_named(four, out, kind, ranks):
     """Not called missing, and never opened: a pipe would wait for somebody who writes."""
     for rank in ranks:
-        path = four.rank_file(rank)
-        path.unlink()
-        if kind == "pipe":
-            os.mkfifo(path)
-        elif kind == "socket":
-            os.mknod(path, stat.S_IFSOCK | 0o600)
-        elif kind == "folder":
-            path.mkdir()
-        else:
-            path.symlink_to("gone.pt" if kind == "dangling" else path.name)
-    place = str(four.rank_file(ranks[0]))
-    said = {
-        "pipe": "is a named pipe, expected a file",
-        "socket": "is a socket, expected a file",
-        "folder": "is a folder, expected a file",
-        "dangling": "is a link to gone.pt, which is not there",
-        "loop": f"is a link to {Path(place).name}, which is not there",
-    }[kind]
+        four.rank_file(rank).unlink()
+        put(kind, four.rank_file(rank))
+    place = four.rank_file(ranks[0])
     with pytest.raises(SourceError) as caught:
         lazymerge.merge(four.root, out)
     assert type(caught.value) is SourceError
-    assert caught.value.problem == f"{place}: {said}"
+    assert caught.value.problem == f"{place}: {said_of(kind, place)}"
     assert caught.value.hint
     assert not out.parent.exists()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "dangling", "loop"])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt"])
+def test_what_stands_in_the_place_of_a_full_state_dict_is_named(tmp_path, out, kind, name):
+    (tmp_path / "run").mkdir()
+    path = tmp_path / "run" / name
+    put(kind, path)
+    with refused(SourceError, f"{path}: {said_of(kind, path)}", dst=out):
+        lazymerge.merge(tmp_path / "run", out)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket"])
+@pytest.mark.parametrize("name", ["S.pt", "S"])
+def test_a_source_that_is_neither_file_nor_folder(tmp_path, out, kind, name):
+    put(kind, tmp_path / name)
+    with refused(SourceError, f"{tmp_path / name}: {said_of(kind, tmp_path / name)}", dst=out):
+        lazymerge.merge(tmp_path / name, out)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "dangling"])
+def test_what_only_looks_like_a_full_state_dict_beside_rank_files(four, out, kind):
+    put(kind, four.leaf / "pytorch_model.bin")
+    report = lazymerge.merge(four.root, out)
+    assert any("pytorch_model.bin beside it was left alone" in note.text for note in report.warnings)
+    assert_same_model(out, four.truth)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "folder", "dangling", "loop"])
+def test_what_stands_in_the_place_of_fsdp_config_is_named(four, out, kind):
+    path = four.leaf / "fsdp_config.json"
+    path.unlink(missing_ok=True)
+    put(kind, path)
+    with refused(SourceError, f"{path}: {said_of(kind, path)}", dst=out):
+        lazymerge.merge(four.root, out)
 
 
 def test_rank_files_may_be_links(four, out):

@@ -156,6 +156,26 @@ def test_the_peak_is_what_was_predicted(rows, transposed, tmp_path, source, opti
     assert measured["predicted"] <= measured["peak"] * 1.2
 
 
+@pytest.fixture(scope="module")
+def growing(tmp_path_factory):
+    """Tensors that were saved transposed, each larger than the one before it in the file."""
+    folder = tmp_path_factory.mktemp("growing")
+    state = {f"w{rows}": torch.randn(rows, 5003).t() for rows in (1000, 1200, 1400, 1600)}  # 20 to 32 MB
+    torch.save(state, folder / "model.pt")
+    return folder
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_tight_budget_is_kept_where_blocks_grow(growing, tmp_path, workers):
+    """A worker's smaller buffer is gone before it gets a larger one."""
+    options = {"src": growing, "dst": tmp_path / "out", "max_workers": workers}
+    largest = merge_limited(room=1 << 30, **options, max_ram="300MB", dry_run=True)["predicted"]
+    budget = largest + (1 << 20)
+    measured = merge_limited(room=1 << 30, **options, max_ram=budget)
+    assert measured["predicted"] > budget - (2 << 20)
+    assert measured["peak"] <= budget
+
+
 # ---- 3 GB in 64 ranks, and an embedding of 1 GB ------------------------------------------------------------
 
 RANKS = """

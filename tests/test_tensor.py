@@ -161,6 +161,32 @@ def test_changing_it_in_place_is_refused():
             change()
 
 
+@pytest.mark.parametrize(
+    "like", [lambda x: x.t(), lambda x: x[2:], lambda x: x[:, :3], lambda x: x], ids="tsco"
+)
+@pytest.mark.parametrize(
+    "reach",
+    [
+        lambda x: x.as_strided((2, 2), (1, 2)),
+        lambda x: x.as_strided((2, 2), (1, 2), 0),
+        lambda x: torch.as_strided_copy(x, (2, 2), (1, 2)),
+        lambda x: torch.as_strided_copy(x, (2, 2), (1, 2), out=torch.empty(2, 2)),
+        lambda x: torch.as_strided_scatter(x, torch.ones(2, 2), (2, 2), (1, 2)),
+    ],
+    ids=["view", "offset", "copy", "out", "scatter"],
+)
+def test_what_reaches_for_the_storage_is_refused(like, reach):
+    """Its values depend on where the elements are in memory, and these are nowhere."""
+    with pytest.raises(TypeError, match=r"as_strided.*no storage.*materialize\(\)"):
+        reach(like(lazy(torch.arange(48.0).view(8, 6))))
+
+
+def test_a_lazy_part_may_be_put_into_a_real_storage():
+    real, part = torch.zeros(6, 8), torch.arange(4.0).view(2, 2)
+    result = torch.as_strided_scatter(real, lazy(part).t(), (2, 2), (1, 8))
+    assert torch.equal(result, torch.as_strided_scatter(real, part.t(), (2, 2), (1, 8)))
+
+
 def test_copy_into_a_real_tensor_reads_a_block_at_a_time(monkeypatch):
     monkeypatch.setattr("lazymerge.tensor.COPY_BLOCK", 64)
     monkeypatch.setattr(LazyTensor, "materialize", lambda self: pytest.fail("read whole"))

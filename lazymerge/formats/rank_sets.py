@@ -11,6 +11,7 @@ Only names are looked at, and fsdp_config.json: ``{"FSDP_version": 1 or 2, "worl
 from __future__ import annotations
 
 import json
+import os
 import re
 import stat
 from collections.abc import Iterable, Sequence
@@ -65,10 +66,16 @@ class RankSet:
 
 
 def holds_ranks(path: Path) -> bool:
-    """Whether a folder holds such files, or the path is a file that could be a full state dict."""
-    if path.is_file():
-        return path.suffix in _FULL_SUFFIXES
-    return path.is_dir() and (bool(_rank_sets([path])) or _full_file(path) is not None)
+    """Whether a folder holds such files, or the path is a file that could be a full state dict.
+
+    Raises `SourceError` for a pipe and its kind, under the name of such a file too: no format reads one.
+    """
+    if path.is_dir():
+        return bool(_rank_sets([path])) or _full_file(path) is not None
+    if not path.exists():
+        return False
+    _refuse_no_file(path)
+    return path.suffix in _FULL_SUFFIXES
 
 
 def choose_ranks(paths: Sequence[Path], world_size: int | None, notes: list[Note]) -> RankSet:
@@ -104,8 +111,7 @@ def choose_ranks(paths: Sequence[Path], world_size: int | None, notes: list[Note
         if other is not chosen:
             notes.append(Note("warning", f"taking {chosen}; {other} is incomplete and was left alone"))
     for folder in paths:
-        full = _full_file(folder)
-        if full is not None:
+        for full in _full_files(folder):
             notes.append(Note("warning", f"taking {chosen}; {full} beside it was left alone"))
     return chosen
 
@@ -150,7 +156,7 @@ def _rank_sets(paths: Iterable[Path]) -> list[RankSet]:
 
 
 def _refuse_no_file(path: Path) -> None:
-    """Something else under a rank's name is not a missing rank: `SourceError` says what it is."""
+    """Something else under the name of a file is not a missing one: `SourceError` says what it is."""
     if path.is_symlink() and not path.exists():
         raise SourceError(
             f"{path}: is a link to {path.readlink()}, which is not there",
@@ -181,20 +187,29 @@ def _add(found: RankSet, rank: int, path: Path) -> None:
 
 
 def _full_file(folder: Path) -> Path | None:
-    found = [folder / name for name in _FULL if (folder / name).is_file()]
+    """The only full state dict of a folder; None if it has none."""
+    found = _full_files(folder)
     if len(found) > 1:
         raise AmbiguousCheckpoint(
             f"{folder}: holds {' and '.join(path.name for path in found)}",
             "give the file itself",
         )
+    for path in found:
+        _refuse_no_file(path)
     return found[0] if found else None
+
+
+def _full_files(folder: Path) -> list[Path]:
+    """What has the name of a full state dict and is no folder."""
+    return [path for name in _FULL if os.path.lexists(path := folder / name) and not path.is_dir()]
 
 
 def _config(folder: Path) -> dict[str, Any]:
     """fsdp_config.json, if there is one; its numbers are checked."""
     path = folder / _CONFIG
-    if not path.is_file():
+    if not os.path.lexists(path):
         return {}
+    _refuse_no_file(path)
     try:
         config = json.loads(LocalFile(path).read(0, min(path.stat().st_size, 1 << 16)))
     except (ValueError, RecursionError):
