@@ -6,7 +6,11 @@ import json
 
 import pytest
 
+from lazymerge.checkpoint import Checkpoint
 from lazymerge.conversions import answers, architecture
+from lazymerge.errors import InconsistentCheckpoint
+from lazymerge.files.dtype import DTYPES
+from lazymerge.gather import Constant, Shards
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 ANSWER = {
@@ -17,7 +21,9 @@ ANSWER = {
     "ignored": [],
     "swappable": [],
     "parts": {},
+    "defaults": {"model_type": "llama", "hidden_size": 8},
 }
+FIELDS = [[{"field": "hidden_size", "is": 8, "fits": 9}]]
 
 
 @pytest.fixture
@@ -25,9 +31,12 @@ def asked(tmp_path, monkeypatch):
     """The questions that are asked of transformers, which answers at once; and a cache of its own."""
     monkeypatch.setenv("LAZYMERGE_CACHE", str(tmp_path / "cache"))
     questions = []
-    monkeypatch.setattr(
-        architecture, "_ask", lambda request: questions.append(request) or {"architecture": ANSWER}
-    )
+
+    def ask(request):
+        questions.append(request)
+        return {"fields": FIELDS} if "found" in request else {"architecture": ANSWER}
+
+    monkeypatch.setattr(architecture, "_ask", ask)
     return questions
 
 
@@ -69,6 +78,79 @@ def test_a_damaged_answer_is_asked_again(asked, tmp_path, content):
     path.write_text(content)
     assert architecture.expected(CONFIG).shapes == {"model.norm.weight": (8,)}
     assert len(asked) == 2
+
+
+def changed(**parts):
+    return json.dumps({**ANSWER, **parts})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        changed(ignored=["("]),
+        changed(optional=["a{99999999999}"]),
+        changed(swappable=["a", "(?i)b"]),  # fine by itself, but not with others
+        changed(ignored="abc"),
+        changed(ignored=[1]),
+        changed(tied=[]),
+        changed(tied={"a": 1}),
+        changed(parts=[]),
+        changed(parts={"visual": "a"}),
+        changed(shapes={}),
+        changed(shapes={"model.norm.weight": ["a"]}),
+        changed(shapes={"model.norm.weight": [-1]}),
+        changed(shapes={"model.norm.weight": [True]}),
+        changed(shapes={"model.norm.weight": 8}),
+        changed(class_name=None),
+        changed(defaults=None),
+        json.dumps(
+            {key: value for key, value in ANSWER.items() if key != "defaults"}
+        ),  # an older lazymerge's
+    ],
+)
+def test_an_answer_that_is_none_is_asked_again_and_replaced(asked, tmp_path, content):
+    architecture.expected(CONFIG)
+    (path,) = kept(tmp_path)
+    path.write_text(content)
+    for _ in range(2):
+        assert architecture.expected(CONFIG).shapes == {"model.norm.weight": (8,)}
+    assert len(asked) == 2
+
+
+def test_defaults_are_kept_too(asked):
+    first, second = architecture.expected(CONFIG), architecture.expected(CONFIG)
+    assert first.defaults == second.defaults == {"model_type": "llama", "hidden_size": 8}
+
+
+def refused(architecture_, **shapes):
+    gathers = {name: Shards(shape, DTYPES["float32"], Constant([])) for name, shape in shapes.items()}
+    with pytest.raises(InconsistentCheckpoint) as caught:
+        architecture.check(Checkpoint(gathers, "made"), architecture_)
+    return caught.value.hint
+
+
+def test_what_would_mend_a_contradiction_is_asked_once_a_checkpoint(asked):
+    found = architecture.expected(CONFIG)
+    nine, ten = ({"model.norm.weight": (size,)} for size in (9, 10))
+    first = refused(found, **nine)
+    assert "hidden_size = 9 would fit, it says 8" in first
+    assert refused(found, **nine) == first
+    assert [request.get("found") for request in asked] == [None, {"model.norm.weight": [9]}]
+    refused(found, **ten)
+    assert len(asked) == 3
+
+
+@pytest.mark.parametrize(
+    "content", ["{}", "[[]]", "[{}]", '[[{"field": 1}]]', '[[{"field": "a", "is": 1}]]', json.dumps(ANSWER)]
+)
+def test_a_damaged_explanation_is_asked_again(asked, tmp_path, content):
+    found = architecture.expected(CONFIG)
+    (before,) = kept(tmp_path)
+    first = refused(found, **{"model.norm.weight": (9,)})
+    (path,) = set(kept(tmp_path)) - {before}
+    path.write_text(content)
+    assert refused(found, **{"model.norm.weight": (9,)}) == first
+    assert len(asked) == 3
 
 
 def test_a_folder_that_cannot_be_made_is_no_reason_to_fail(asked, tmp_path, monkeypatch):

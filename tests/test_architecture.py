@@ -25,7 +25,14 @@ import lazymerge
 from lazymerge.checkpoint import Checkpoint
 from lazymerge.conversions import architecture as module
 from lazymerge.conversions import meta_model
-from lazymerge.conversions.architecture import Architecture, check, compare, differences, expected
+from lazymerge.conversions.architecture import (
+    Architecture,
+    check,
+    compare,
+    differences,
+    expected,
+    why_unknown,
+)
 from lazymerge.errors import (
     DamagedFile,
     IncompleteCheckpoint,
@@ -331,6 +338,100 @@ def test_what_no_field_explains_is_refused_all_the_same(saved, here):
     assert "would fit" not in caught.value.hint
 
 
+OTHER_NAMES = [
+    (
+        "llama",
+        {"architectures": ["LlamaModel"]},
+        "LlamaModel has layers.0.",
+        "checkpoint has model.layers.0.",
+    ),
+    (
+        "llama",
+        {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"},
+        " has transformer.h.0.",
+        "model.l",
+    ),
+    ("llama", {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"}, ".block.0.", "model.l"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "ours", "theirs"), OTHER_NAMES)
+def test_names_of_another_class_are_said_to_be_that(saved, here, monkeypatch, name, change, ours, theirs):
+    config, shapes = saved(name)
+    found = built({**config, **change})
+    monkeypatch.setattr(module, "_ask", lambda request: pytest.fail("no field would do"))
+    with pytest.raises(LazymergeError) as caught:
+        check(checkpoint_of(shapes), found)
+    assert "the names are those of another class" in caught.value.hint
+    assert ours in caught.value.hint
+    assert theirs in caught.value.hint
+    assert "would fit" not in caught.value.hint
+
+
+def test_the_example_of_other_names_is_the_same_tensor_where_there_is_one(saved, here):
+    config, shapes = saved("llama")
+    with pytest.raises(LazymergeError) as caught:
+        check(
+            checkpoint_of(dict(reversed(shapes.items()))), built({**config, "architectures": ["LlamaModel"]})
+        )
+    ours, theirs = (
+        caught.value.hint.split(f" {word} ")[-1].split()[0].strip(",;")
+        for word in ("LlamaModel has", "the checkpoint has")
+    )
+    assert theirs == f"model.{ours}"
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2_5_vl"])
+def test_fewer_layers_are_no_hint_where_the_layers_have_other_names(saved, here, name):
+    config, shapes = saved(name)
+    renamed = {key.replace("layers.", "stack."): shape for key, shape in shapes.items()}
+    with pytest.raises(LazymergeError) as caught:
+        check(checkpoint_of(renamed), built(config))
+    assert "would fit" not in caught.value.hint
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize(("count", "said"), [(None, "it has none"), (0, "it says 0")])
+def test_layers_that_predict_further_tokens_and_are_not_counted(saved, here, monkeypatch, name, count, said):
+    config, shapes = saved(name)
+    config.pop("num_nextn_predict_layers", None)
+    last = "model.layers.1."
+    mtp = {key.replace(last, "model.layers.2."): shape for key, shape in shapes.items() if last in key}
+    mtp |= {f"model.layers.2.{key}.weight": (16,) for key in ("enorm", "hnorm", "shared_head.norm")}
+    mtp["model.layers.2.eh_proj.weight"] = (16, 32)
+    found = built({**config, **({} if count is None else {"num_nextn_predict_layers": count})})
+    answer = module._ask
+    monkeypatch.setattr(module, "_ask", lambda request: pytest.fail("this explains all"))
+    with pytest.raises(InconsistentCheckpoint) as caught:
+        check(checkpoint_of({**shapes, **mtp}), found)
+    assert f"in config.json, num_nextn_predict_layers = 1 would fit, {said};" in caught.value.hint
+    assert built_from(answer, monkeypatch, {**config, "num_nextn_predict_layers": 1}, {**shapes, **mtp})
+    with pytest.raises(InconsistentCheckpoint) as caught:
+        check(checkpoint_of({**shapes, **mtp}), built({**found.config, "vocab_size": 40}))
+    assert "num_nextn_predict_layers = 1 would fit" in caught.value.hint
+    assert "and vocab_size = 32 would fit, it says 40" in caught.value.hint
+
+
+def built_from(answer: Any, monkeypatch: Any, config: dict[str, Any], shapes: Any) -> bool:
+    """Whether the checkpoint fits this config, with the process's answers back in place."""
+    monkeypatch.setattr(module, "_ask", answer)
+    return compare(checkpoint_of(shapes), built(config)).wrong == frozenset()
+
+
+def test_force_shape_match_is_not_offered_for_what_it_refuses(saved, here):
+    config, shapes = saved("phi3")
+    with pytest.raises(InconsistentCheckpoint) as caught:
+        check(checkpoint_of(shapes), built({**config, "intermediate_size": 32}))
+    assert "gate_up_proj" in caught.value.problem
+    assert "--force-shape-match" not in caught.value.hint
+
+
+def test_a_checkpoint_of_nothing_is_incomplete(saved, here):
+    config, shapes = saved("llama")
+    with pytest.raises(IncompleteCheckpoint, match=f"{len(shapes)} tensors do not fit"):
+        check(checkpoint_of({}), built(config))
+
+
 def test_a_single_missing_tensor_is_incomplete(saved, here):
     config, shapes = saved("deepseek_v3")
     del shapes["model.layers.1.mlp.experts.3.up_proj.weight"]
@@ -418,22 +519,78 @@ def test_the_text_model_may_not_be_absent(saved, here):
 # ---- configs ---------------------------------------------------------------------------------------------
 
 
+NAMES_NONE = "config.json names no class (architectures)"
+
+
 @pytest.mark.parametrize(
-    "config",
+    ("config", "why"),
     [
-        {},
-        {"architectures": []},
-        {"architectures": "LlamaForCausalLM"},
-        {"architectures": [7]},
-        {"architectures": ["os.system"]},
-        {"architectures": ["NoSuchModelForCausalLM"], "auto_map": {"AutoModelForCausalLM": "x.NoSuchModel"}},
-        {"architectures": ["AutoModelForCausalLM"]},
-        {"architectures": ["PreTrainedModel"]},
-        {"architectures": ["pipeline"]},
+        ({}, NAMES_NONE),
+        ({"architectures": []}, NAMES_NONE),
+        ({"architectures": "LlamaForCausalLM"}, NAMES_NONE),
+        ({"architectures": [7]}, NAMES_NONE),
+        ({"architectures": ["os.system"]}, NAMES_NONE),
+        ({"architectures": ["AutoModel"]}, NAMES_NONE),
+        ({"architectures": ["AutoModelForCausalLM"]}, NAMES_NONE),
+        (
+            {"architectures": ["NoSuchModelForCausalLM"], "auto_map": {"AutoModelForCausalLM": "x.NoSuch"}},
+            "transformers has no class NoSuchModelForCausalLM",
+        ),
+        ({"architectures": ["PreTrainedModel"]}, "transformers has no class PreTrainedModel"),
+        ({"architectures": ["pipeline"]}, "transformers has no class pipeline"),
     ],
 )
-def test_a_class_that_transformers_does_not_know_is_none(here, config):
+def test_a_class_that_transformers_does_not_know_is_none_and_why(here, config, why):
     assert expected(config) is None
+    assert why_unknown(config) == why
+
+
+def test_model_type_and_architectures_that_contradict_each_other_are_refused(saved, here):
+    config, _ = saved("qwen2")
+    with pytest.raises(InconsistentCheckpoint) as caught:
+        expected({**config, "model_type": "llama"})
+    for each in ("Qwen2ForCausalLM", "whose model_type is qwen2", "model_type is llama"):
+        assert each in caught.value.problem
+
+
+@pytest.mark.parametrize("own", ["gpt-sw3", "qwen2", None])
+def test_a_model_type_that_transformers_lists_for_the_class_is_taken(saved, here, own):
+    """transformers lists GPT2LMHeadModel for gpt-sw3; and a config may lack its type."""
+    name = "GPT2LMHeadModel" if own == "gpt-sw3" else "Qwen2ForCausalLM"
+    config = {"architectures": [name], **({} if own is None else {"model_type": own})}
+    assert built(config).class_name == name
+
+
+def test_a_class_under_a_model_type_that_transformers_does_not_know(saved, here):
+    """Kimi-K2 is kimi_k2 with DeepSeek-V3's class; its experts are apart, as DeepSeek-V3's own are."""
+    config, shapes = saved("deepseek_v3")
+    assert "model.layers.1.mlp.experts.3.gate_proj.weight" in shapes
+    assert check(checkpoint_of(shapes), built({**config, "model_type": "kimi_k2"})).notes == ()
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_defaults_are_the_whole_config(saved, here, name):
+    config, _ = saved(name)
+    least = {key: config[key] for key in ("architectures", "model_type")}
+    defaults = built({**least, "num_hidden_layers": 3}).defaults
+    assert defaults["num_hidden_layers"] == 3
+    assert config.keys() - defaults.keys() <= {"_attn_implementation"}
+    assert json.loads(json.dumps(defaults)) == defaults
+
+
+def test_defaults_have_what_gemma_3_leaves_to_its_class(here):
+    """google/gemma-3-4b-it's config.json has these fields, and no others of sizes."""
+    config = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "text_config": {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34},
+        "vision_config": {"hidden_size": 1152, "image_size": 896, "intermediate_size": 4304, "patch_size": 14}
+        | {"num_attention_heads": 16, "num_hidden_layers": 27},
+    }
+    text = built(config).defaults["text_config"]
+    sizes = ("vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
+    assert [text[size] for size in sizes] == [262208, 8, 4, 256, 2560]  # its tensors on the hub
+    assert built(config).defaults["vision_config"]["num_channels"] == 3
 
 
 @pytest.mark.parametrize(
@@ -454,6 +611,7 @@ def test_a_config_that_the_class_refuses(saved, here, change, said):
 @pytest.mark.parametrize(
     "change",
     [
+        {"num_hidden_layers": 1001},
         {"num_hidden_layers": 10**9},
         {"num_hidden_layers": 1e300},
         {"num_experts": 10**9},
@@ -464,7 +622,7 @@ def test_a_config_that_the_class_refuses(saved, here, change, said):
 )
 def test_layers_without_end_are_refused_before_anything_is_built(monkeypatch, change):
     monkeypatch.setattr(module, "_ask", lambda request: pytest.fail("asked"))
-    with pytest.raises(DamagedFile, match=r"config\.json: \w+ is 1.*expected at most 10,000"):
+    with pytest.raises(DamagedFile, match=r"config\.json: \w+ is 1.*expected at most 1,000"):
         expected({"architectures": ["LlamaForCausalLM"], **change})
 
 

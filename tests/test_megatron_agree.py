@@ -15,7 +15,9 @@ from lazymerge.conversions.megatron.family import Config
 from lazymerge.conversions.megatron.tables import GLM4, LLAMA4, LLAMA4_TEXT
 from lazymerge.errors import InconsistentCheckpoint, PlanError, UnsupportedCheckpoint
 from tests.checks import assert_same_model, refused
-from tests.makers.megatron_models import ask_here
+from tests.makers.megatron_files import megatron_run, write_torch
+from tests.makers.megatron_inverse import to_megatron
+from tests.makers.megatron_models import ask_here, original
 
 SAMPLES = Path(__file__).parent / "data" / "megatron"
 QWEN2 = SAMPLES / "td_te_qwen2_tp2pp2"  # 4 heads, 2 groups, of 8 rows; 120 words in 256 rows
@@ -246,3 +248,33 @@ def test_a_name_that_is_no_text(hf, tmp_path):
             hf_config=hf(),
             param_mapping=["decoder.final_layernorm.weight:a\udcff"],
         )
+
+
+def test_sizes_that_a_config_leaves_to_its_class(tmp_path):
+    """As google/gemma-3-4b-it does; here num_key_value_heads, which Llama's class takes from the heads."""
+    base = original("llama-mha", tmp_path / "base")
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    for field in ("num_key_value_heads", "head_dim"):
+        config.pop(field, None)
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    step = megatron_run(tmp_path / "run", lambda step: write_torch(step, to_megatron(base)))
+    lazymerge.merge(step, tmp_path / "out", hf_config=tmp_path / "base")
+    assert_same_model(tmp_path / "out", base.truth)
+
+
+def test_sizes_of_a_part_that_are_its_class_s():
+    from lazymerge.conversions.hub import _filled
+
+    config = {"text_config": {"hidden_size": 8, "head_dim": None}, "vision_config": {}, "vocab_size": 5}
+    defaults = {
+        "vocab_size": 9,
+        "tie_word_embeddings": True,
+        "text_config": {"vocab_size": 7, "head_dim": 4, "num_nextn_predict_layers": 1},
+        "vision_config": {"num_heads": 2},
+        "audio_config": {"num_heads": 3},
+    }
+    assert _filled(config, defaults) == {
+        "text_config": {"hidden_size": 8, "head_dim": 4, "vocab_size": 7},
+        "vision_config": {"num_heads": 2},
+        "vocab_size": 5,
+    }

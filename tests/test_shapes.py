@@ -156,6 +156,41 @@ def test_another_number_of_dimensions_is_refused(source, tmp_path, shape):
     assert "--force-shape-match" in caught.value.hint
 
 
+FUSED = [  # as the hub has them
+    "model.layers.0.mlp.gate_up_proj.weight",  # Phi-3, GLM-4
+    "model.layers.0.self_attn.qkv_proj.weight",  # Phi-3
+    "model.language_model.layers.0.feed_forward.experts.gate_up_proj",  # Llama 4
+    "model.layers.0.mlp.experts.gate_up_proj_bias",  # gpt-oss
+    "model.layers.0.linear_attn.in_proj_qkvz.weight",  # Qwen3-Next
+    "model.layers.0.linear_attn.in_proj_ba.weight",
+    "model.layers.0.linear_attn.conv1d.weight",
+    "visual.blocks.0.attn.qkv.bias",  # Qwen2.5-VL
+    "transformer.h.0.attn.c_attn.weight",  # GPT-2
+    "transformer.encoder.layers.0.self_attention.query_key_value.weight",  # ChatGLM
+    "model.layers.0.self_attn.kv_a_proj_with_mqa.weight",  # DeepSeek
+    "model.layers.0.self_attn.kv_b_proj.weight",
+    "backbone.layers.0.mixer.in_proj.weight",  # Mamba
+]
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_tensor_of_several_projections_is_not_forced(name):
+    checkpoint = Checkpoint({name: untouched(96, 16), "fine": untouched(4)}, "made")
+    with pytest.raises(InconsistentCheckpoint) as caught:
+        force_shapes(checkpoint, architecture(**{name: (100, 16), "fine": (5,)}))
+    assert f"{name} is [96, 16], [100, 16] by config.json" in caught.value.problem
+    assert "several projections in one" in caught.value.problem
+    assert force_shapes(checkpoint, architecture(**{name: (96, 16)})).notes == ()
+
+
+@pytest.mark.parametrize(
+    "name", ["lm_head.weight", "model.layers.0.mlp.up_proj.weight", "model.layers.0.self_attn.k_proj.bias"]
+)
+def test_a_tensor_of_one_projection_is_forced(name):
+    checkpoint = Checkpoint({name: untouched(96, 16)}, "made")
+    assert force_shapes(checkpoint, architecture(**{name: (100, 16)})).gathers[name].shape == (100, 16)
+
+
 def test_neither_data_nor_zeros_are_held(tmp_path):
     """A terabyte of each is planned, and neither read nor allocated; the plan stays small."""
     checkpoint = Checkpoint({"w": untouched(1 << 20, 1 << 19)}, "made")

@@ -1,10 +1,8 @@
 """The names and shapes of the model that config.json names, and how a checkpoint differs from them.
 
 transformers builds the model on the meta device (no weights, no network) and gives its names as
-`save_pretrained` writes them: lazymerge.conversions.meta_model. That is done in a process of its own:
-it costs 350 MB and some seconds of imports, which are then not in the merge's memory, and a config
-that nobody can trust (layers without end, sizes beyond any memory) ends with that process. The answer
-is kept in the user's cache folder, so that the next merge of such a model costs neither.
+`save_pretrained` writes them (lazymerge.conversions.meta_model), in a process of its own. What it answers
+is kept in the user's cache folder, so that the next merge of such a model does not ask again.
 
 What is not in order:
 
@@ -22,13 +20,7 @@ and what is, but is said:
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import signal
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,32 +28,19 @@ from typing import Any
 
 from lazymerge.checkpoint import Checkpoint, Note
 from lazymerge.conversions.answers import remember, remembered
-from lazymerge.errors import (
-    DamagedFile,
-    IncompleteCheckpoint,
-    InconsistentCheckpoint,
-    LazymergeError,
-    PlanError,
-)
+from lazymerge.conversions.contradiction import are_fields, contradiction, listed
+from lazymerge.conversions.model_process import as_json
+from lazymerge.conversions.model_process import ask as _ask
+from lazymerge.errors import DamagedFile, LazymergeError
 
 Shape = tuple[int, ...]
 
-MOST_LAYERS = 10_000
+MOST_LAYERS = 1_000
 """Of any count of layers, blocks or experts in a config; one beyond it is refused at once."""
-
-SECONDS = 30
-"""Of processor time that building a model takes at most; DeepSeek-V3 takes half a second."""
-
-MEMORY = 2 << 30
-"""Bytes that building a model takes at most beyond the imports; DeepSeek-V3 takes 50 MB."""
-
-_WAIT = 600
-"""Seconds until a process that neither works nor ends is given up."""
 
 _COUNT = re.compile(r"(^|_)(layers?|depth|(num|n)_(\w+_)?(blocks|experts))$")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-_SHOWN = 5
-_ROOT = Path(__file__).parents[2]
+_REGEXES = ("optional", "ignored", "swappable")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +54,8 @@ class Architecture:
     swappable  regular expressions of names whose last two dimensions the loader swaps where that fits
     parts      parts beside the text model -> their names; each part may be absent as a whole
     config     config.json as it was given; `code` where the classes of its auto_map are, if they were used
+    defaults   the whole config, plain JSON as transformers writes it: what config.json says and, for fields
+               that it omits, the defaults of its class; parts such as text_config and vision_config too
     """
 
     class_name: str
@@ -86,6 +67,7 @@ class Architecture:
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     code: Path | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,21 +93,22 @@ class Differences:
 
 
 def expected(config: Mapping[str, Any], *, code: Path | None = None) -> Architecture | None:
-    """What the model that this config.json names is made of; None if transformers has no such class.
+    """What the model that this config.json names is made of; None if there is no such class (`why_unknown`).
 
     `code` is the folder with the files of config.json's auto_map, which are run: given only where the
-    user trusts them. Raises `InconsistentCheckpoint` for a config that its class refuses, and
-    `DamagedFile` for one that asks for more than `MOST_LAYERS`, `SECONDS` or `MEMORY`.
+    user trusts them. Raises `InconsistentCheckpoint` for a config that its class refuses, or whose
+    `model_type` is another model's, and `DamagedFile` for one that asks for more than `MOST_LAYERS`, or for
+    more time or memory than `model_process` gives.
     """
     if not _names_a_class(config):
         return None
     _refuse_counts(config)
     request = {"config": dict(config), "code": None if code is None else str(code)}
-    key = None if code is not None else _as_json(request)  # the user's code may change
+    key = None if code is not None else as_json(request)  # the user's code may change
     if key is not None and (known := remembered(key)) is not None:
         try:
             return from_plain(known, config)
-        except (KeyError, TypeError, ValueError, AttributeError):
+        except ValueError:
             pass  # written by somebody else, or damaged
     data = _ask(request)
     if data is None:
@@ -133,6 +116,13 @@ def expected(config: Mapping[str, Any], *, code: Path | None = None) -> Architec
     if key is not None:
         remember(key, data["architecture"])
     return from_plain(data["architecture"], config, code)
+
+
+def why_unknown(config: Mapping[str, Any]) -> str:
+    """Why `expected` gives None for this config: a clause for a note."""
+    if not _names_a_class(config):
+        return "config.json names no class (architectures)"
+    return f"transformers has no class {config['architectures'][0]}"
 
 
 def compare(checkpoint: Checkpoint, architecture: Architecture) -> Differences:
@@ -148,7 +138,8 @@ def check(checkpoint: Checkpoint, architecture: Architecture) -> Checkpoint:
     """
     found = compare(checkpoint, architecture)
     if found.wrong:
-        raise _contradiction(checkpoint, architecture, found)
+        shapes = {name: gather.shape for name, gather in checkpoint.gathers.items()}
+        raise contradiction(shapes, architecture, found, _probable_fields)
     return checkpoint.with_notes(*_notes(architecture, found))
 
 
@@ -230,47 +221,25 @@ def _pattern(patterns: Sequence[str]) -> re.Pattern[str]:
     return re.compile("|".join(f"({pattern})" for pattern in patterns) or r"(?!)")
 
 
-def _contradiction(checkpoint: Checkpoint, architecture: Architecture, found: Differences) -> LazymergeError:
-    """The error for tensors that the config and the checkpoint do not agree on."""
-    said = []
-    if found.misshapen:
-        shapes = [f"{n} is {_size(is_)}, not {_size(want)}" for n, (is_, want) in found.misshapen.items()]
-        said.append(_listed(shapes))
-    if found.missing:
-        said.append(f"missing: {_listed(found.missing)}")
-    if found.surplus:
-        said.append(f"not in the model: {_listed(found.surplus)}")
-    count = len(found.wrong)
-    problem = (
-        f"{count} tensor{'s do' if count > 1 else ' does'} not fit the {architecture.class_name} of"
-        f" config.json: {'; '.join(said)}"
-    )
-    fields = _probable_fields(checkpoint, architecture)
-    hint = f"in config.json, {fields}" if fields else "see whether config.json is this checkpoint's own"
-    if any(len(is_) == len(want) for is_, want in found.misshapen.values()):
-        hint += "; --force-shape-match crops or pads to its shapes"
-    hint += "; --no-check merges what is there"
-    only_missing = not found.misshapen and not found.surplus
-    return (IncompleteCheckpoint if only_missing else InconsistentCheckpoint)(problem, hint)
-
-
-def _probable_fields(checkpoint: Checkpoint, architecture: Architecture) -> str:
-    """Which values of config.json would fit, as a clause; "" if no single one does."""
+def _probable_fields(architecture: Architecture, found: Mapping[str, Shape]) -> list[Any]:
+    """Which values of config.json would fit (`config_fields.explain`); [] where that cannot be told."""
     request = {
         "config": dict(architecture.config),
         "code": None if architecture.code is None else str(architecture.code),
-        "found": {name: list(gather.shape) for name, gather in checkpoint.gathers.items()},
+        "found": {name: list(shape) for name, shape in found.items()},
     }
     try:
+        key = as_json(request) if architecture.code is None else None  # the user's code may change
+        known: Any = None if key is None else remembered(key)
+        if are_fields(known):
+            return list(known)
         data = _ask(request)
     except LazymergeError:  # the contradiction is reported, with or without an explanation
-        return ""
-    clauses = [
-        " or ".join(f"{each['field']} = {json.dumps(each['fits'])}" for each in group)
-        + f" would fit, it says {' and '.join(dict.fromkeys(json.dumps(each['is']) for each in group))}"
-        for group in (data or {}).get("fields", [])
-    ]
-    return ", and ".join(clauses)
+        return []
+    fields: Any = (data or {}).get("fields", [])
+    if data is not None and key is not None:
+        remember(key, fields)
+    return list(fields)
 
 
 def _notes(architecture: Architecture, found: Differences) -> Iterator[Note]:
@@ -280,24 +249,18 @@ def _notes(architecture: Architecture, found: Differences) -> Iterator[Note]:
         yield Note("warning", text)
     if found.unknown:
         text = f"{len(found.unknown)} tensors are not in {model}, whose loader leaves them: "
-        yield Note("warning", text + _listed(found.unknown), found.unknown[0])
+        yield Note("warning", text + listed(found.unknown), found.unknown[0])
     if found.ignored:
         text = f"{len(found.ignored)} tensors are written that {model} does not load: "
-        yield Note("info", text + _listed(found.ignored), found.ignored[0])
-
-
-def _listed(items: Sequence[str]) -> str:
-    more = len(items) - _SHOWN
-    return ", ".join(items[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
-def _size(shape: Shape) -> str:
-    return "x".join(map(str, shape)) or "a scalar"
+        yield Note("info", text + listed(found.ignored), found.ignored[0])
 
 
 def _names_a_class(config: Mapping[str, Any]) -> bool:
+    """Whether `architectures` has the name of a class; AutoModel and the like choose one by other fields."""
     names = config.get("architectures")
-    return isinstance(names, list) and bool(names) and isinstance(names[0], str) and names[0].isidentifier()
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        return False
+    return names[0].isidentifier() and not names[0].startswith("AutoModel")
 
 
 def _refuse_counts(config: Mapping[str, Any]) -> None:
@@ -314,82 +277,47 @@ def _refuse_counts(config: Mapping[str, Any]) -> None:
             )
 
 
-def _ask(request: dict[str, Any]) -> dict[str, Any] | None:
-    """The answer of lazymerge.conversions.meta_model, in a process of its own."""
-    question = _as_json(request)
-    with tempfile.TemporaryDirectory() as scratch:
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(_ROOT)]),
-            "HF_HUB_OFFLINE": "1",
-            "HF_MODULES_CACHE": scratch,  # copies of trusted code, which would else stay in the user's cache
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-        }
-        # -P: a torch.py in the current folder is not what is meant
-        command = [sys.executable, "-P", "-W", "ignore", "-m", "lazymerge.conversions.meta_model"]
-        try:
-            done = subprocess.run(
-                command,
-                input=question.encode(),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env=environment,
-                timeout=_WAIT,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise _beyond_bounds(request["config"]) from error
-        except OSError as error:
-            raise PlanError(
-                f"{sys.executable}: {error.strerror}", "merge with --no-check, which starts no Python"
-            ) from error
-    if done.returncode == -signal.SIGXCPU:
-        raise _beyond_bounds(request["config"])
+def from_plain(data: Any, config: Mapping[str, Any], code: Path | None = None) -> Architecture:
+    """The architecture that `meta_model.describe` gave as plain data; `ValueError` for what is none."""
+    if not isinstance(data, dict):
+        raise ValueError("no architecture")
+    shapes, tied, parts = data.get("shapes"), data.get("tied"), data.get("parts")
+    patterns = {key: data.get(key) for key in _REGEXES}
+    if not (
+        isinstance(data.get("class_name"), str)
+        and isinstance(data.get("defaults"), dict)
+        and isinstance(shapes, dict)
+        and shapes
+        and all(isinstance(shape, list) and all(map(_is_size, shape)) for shape in shapes.values())
+        and isinstance(tied, dict)
+        and _are_texts(list(tied.values()))
+        and isinstance(parts, dict)
+        and all(map(_are_texts, parts.values()))
+        and all(map(_are_texts, patterns.values()))
+    ):
+        raise ValueError("no architecture")
     try:
-        answer = json.loads(done.stdout)
-    except ValueError as error:
-        raise PlanError(
-            f"building the model of config.json ended with exit code {done.returncode}",
-            "see that `python -c 'import transformers'` works, or merge with --no-check",
-        ) from error
-    if "too large" in answer:
-        raise _beyond_bounds(request["config"])
-    if "refused" in answer:
-        name = request["config"]["architectures"][0]
-        raise InconsistentCheckpoint(
-            f"config.json: {name} does not take it: {answer['refused']}",
-            "mend config.json, or merge with --no-check",
-        )
-    return None if "unknown" in answer else answer
-
-
-def _as_json(request: dict[str, Any]) -> str:
-    try:
-        return json.dumps(request)
-    except (RecursionError, TypeError, ValueError) as error:
-        raise DamagedFile(
-            f"config.json: {type(error).__name__} {error}", "mend config.json, or merge with --no-check"
-        ) from error
-
-
-def _beyond_bounds(config: Mapping[str, Any]) -> DamagedFile:
-    return DamagedFile(
-        f"config.json: building the {config['architectures'][0]} that it asks for takes more than"
-        f" {SECONDS} s or {MEMORY >> 30} GiB",
-        "mend config.json, or merge with --no-check",
-    )
-
-
-def from_plain(data: Mapping[str, Any], config: Mapping[str, Any], code: Path | None = None) -> Architecture:
-    """The architecture that `meta_model.describe` gave as plain data."""
+        for each in patterns.values():
+            _pattern(each or ())
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"no regular expression: {error}") from error
     return Architecture(
         class_name=data["class_name"],
-        shapes={name: tuple(shape) for name, shape in data["shapes"].items()},
-        tied=data["tied"],
+        shapes={name: tuple(shape) for name, shape in shapes.items()},
+        tied=tied,
         optional=tuple(data["optional"]),
         ignored=tuple(data["ignored"]),
         swappable=tuple(data["swappable"]),
-        parts={part: tuple(names) for part, names in data["parts"].items()},
+        parts={part: tuple(names) for part, names in parts.items()},
         config=config,
         code=code,
+        defaults=data["defaults"],
     )
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _are_texts(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, str) for value in values)

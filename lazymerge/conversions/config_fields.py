@@ -42,6 +42,7 @@ _LIKELY = (
     "num_labels",
 )
 _SIZE = re.compile("head|dim|size|rank|layer|expert|depth|hidden")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _LARGEST = 1 << 32
 _MOST_CANDIDATES = 12
 
@@ -67,7 +68,9 @@ def explain(
         for candidate in _candidates(architecture, path, value, found, build):
             built = build(_changed(architecture.config, path, candidate))
             after = before if built is None else differences(found, built)
-            if after.wrong < wrong and _outside(after) <= _outside(before):
+            if built is None or not after.wrong < wrong or not _outside(after) <= _outside(before):
+                continue
+            if _has_others(found, architecture, built):
                 mended = wrong - after.wrong
                 explained |= mended
                 trials.append((mended, {"field": ".".join(path), "is": value, "fits": candidate}))
@@ -78,6 +81,16 @@ def explain(
 def _outside(found: Differences) -> set[str]:
     """Tensors that no part of the model takes: to move more there would mend nothing."""
     return {*found.unknown, *found.ignored}
+
+
+def _has_others(found: Mapping[str, Shape], architecture: Architecture, built: Architecture) -> bool:
+    """Whether, of what a lower count drops, the checkpoint has those that stay, such as other layers.
+
+    It has none where names differ altogether; then a lower count only asks for less.
+    """
+    kinds = {_NUMBER.sub("N", name) for name in architecture.shapes.keys() - built.shapes.keys()}
+    others = [name for name in built.shapes if _NUMBER.sub("N", name) in kinds]
+    return not others or any(name in found for name in others)
 
 
 def _cover(trials: list[tuple[frozenset[str], dict[str, Any]]]) -> list[list[dict[str, Any]]]:
@@ -109,7 +122,10 @@ def _fields(settings: Mapping[str, Any], front: Path = ()) -> list[tuple[Path, i
 def _candidates(
     architecture: Architecture, path: Path, value: int, found: Mapping[str, Shape], build: Build
 ) -> list[int]:
-    """Values of a field that might give what was found; none if nothing that is wrong depends on it."""
+    """Values of a field that might give what was found; none if nothing that is wrong depends on it.
+
+    Flags apart they are at least 1: a model without layers or heads lacks nothing, and is none.
+    """
     if isinstance(value, bool):
         return [not value]
     for other in (2 * value or 1, value // 2, value + 1):
@@ -117,7 +133,7 @@ def _candidates(
         if moved is not None:
             solved = _solved(architecture, moved, value, other, found)
             whole = dict.fromkeys(int(each) for each in solved if each.denominator == 1)
-            return [each for each in whole if 0 <= each < _LARGEST and each != value][:_MOST_CANDIDATES]
+            return [each for each in whole if 1 <= each < _LARGEST and each != value][:_MOST_CANDIDATES]
     return []
 
 

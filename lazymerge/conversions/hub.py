@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lazymerge.checkpoint import Checkpoint, Note
-from lazymerge.conversions.architecture import Architecture, check, expected
+from lazymerge.conversions.architecture import Architecture, check, expected, why_unknown
 from lazymerge.conversions.backfill import backfilled, note_lacking
 from lazymerge.conversions.megatron.convert import convert
 from lazymerge.conversions.megatron.families import is_file, load_family
@@ -88,7 +88,7 @@ def to_hub(
     architecture = _architecture(config, options, code)  # before the conversion imports torch
     converted = convert(
         checkpoint,
-        config,
+        config if config is None or architecture is None else _filled(config, architecture.defaults),
         family=None if options.family is None else load_family(options.family),
         mapping=parse_mapping(options.param_mapping),
         tied=options.tie_word_embedding or None,
@@ -108,6 +108,29 @@ def _architecture(
     return expected(config, code=code) if wanted and config is not None else None
 
 
+_FILLED = (
+    "vocab_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "num_heads",
+    "depth",
+)
+"""Sizes that a layout needs and that some configs leave to their class (Gemma 3)."""
+
+
+def _filled(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with those sizes that it has not, as its class has them; of its parts too."""
+    filled = dict(config)
+    for name, value in defaults.items():
+        if name in _FILLED and value is not None and filled.get(name) is None:
+            filled[name] = value
+        elif isinstance(value, dict) and isinstance(filled.get(name), dict):
+            filled[name] = _filled(filled[name], value)
+    return filled
+
+
 def _checked(
     checkpoint: Checkpoint,
     architecture: Architecture | None,
@@ -116,7 +139,7 @@ def _checked(
 ) -> Checkpoint:
     if architecture is None and options.force_shape_match:
         raise PlanError(
-            "--force-shape-match: transformers has no class of this config.json to take shapes from",
+            f"--force-shape-match: there are no shapes to match: {why_unknown(config)}",
             "leave it away, or install the transformers that has it",
         )
     if options.backfill is not None and (architecture is None or not options.check):
@@ -125,10 +148,7 @@ def _checked(
             "leave --no-check away, or install the transformers that has the class of this config.json",
         )
     if architecture is None:
-        names = config.get("architectures") or "no class"
-        text = (
-            f"names and shapes are not checked: config.json names {names!s:.80}, which transformers has not"
-        )
+        text = f"names and shapes are not checked: {why_unknown(config)}"
         return checkpoint.with_notes(Note("warning", text)) if options.check else checkpoint
     if options.force_shape_match:
         from lazymerge.conversions.shapes import force_shapes

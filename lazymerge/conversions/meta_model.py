@@ -23,11 +23,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lazymerge.conversions.architecture import MEMORY, SECONDS, from_plain
+from lazymerge.conversions.architecture import from_plain
 from lazymerge.conversions.config_fields import Build, explain
+from lazymerge.conversions.model_process import MEMORY, SECONDS
 
 _CHOICES_OF_KERNELS = ("attn_implementation", "experts_implementation")
 """Settings that ask for packages which are not needed here, and may not be installed."""
+
+_LISTS = "_MAPPING_NAMES"
+"""How the lists of model_type -> class are called in transformers."""
 
 
 class Refused(Exception):
@@ -43,11 +47,14 @@ def build(config: Mapping[str, Any], code: Path | None = None) -> Any:
         model_class, config_class = _classes(config, code)
         if model_class is None:
             return None
-        settings = config_class.from_dict(_without_kernels(copy.deepcopy(dict(config))))
+        plain = _without_kernels(copy.deepcopy(dict(config)))
+        if model_class.__module__.startswith("transformers."):
+            plain["model_type"] = _model_type(config, model_class)
+        settings = config_class.from_dict(plain)
         settings._attn_implementation = "eager"
         with torch.device("meta"), no_init_weights(), meta_device_safe_creation_ops():
             model = model_class(settings)
-    except MemoryError:
+    except (MemoryError, Refused):
         raise
     except Exception as error:  # whatever code that belongs to the config does with it
         raise Refused(_first_line(error)) from error
@@ -90,6 +97,7 @@ def describe(model: Any) -> dict[str, Any]:
         "ignored": sorted(ignored | set(model._keys_to_ignore_on_load_unexpected or ())),
         "swappable": _swappable(model),
         "parts": _parts(model, state),
+        "defaults": json.loads(model.config.to_json_string(use_diff=False)),
     }
 
 
@@ -116,6 +124,31 @@ def _classes(config: Mapping[str, Any], code: Path | None) -> tuple[Any, Any]:
         return None, None
     is_model = isinstance(known, type) and issubclass(known, transformers.PreTrainedModel)
     return (known, known.config_class) if is_model and known.config_class is not None else (None, None)
+
+
+def _model_type(config: Mapping[str, Any], model_class: Any) -> str:
+    """The config's model_type; the class's own one where transformers does not know it (such as kimi_k2).
+
+    Raises `Refused` for the type of another model: `AutoModelForCausalLM` would go by it, not by the class.
+    """
+    from transformers import CONFIG_MAPPING
+
+    given, own = config.get("model_type"), str(model_class.config_class.model_type)
+    if not isinstance(given, str) or given == own or given not in CONFIG_MAPPING:
+        return own
+    if not _may_have(given, model_class.__name__):
+        raise Refused(
+            f"architectures has {model_class.__name__}, whose model_type is {own}, and model_type is {given}"
+        )
+    return given
+
+
+def _may_have(model_type: str, name: str) -> bool:
+    """Whether transformers' own lists have the class of this name for models of that type."""
+    from transformers.models.auto import modeling_auto
+
+    listed = [vars(modeling_auto)[key].get(model_type) for key in vars(modeling_auto) if key.endswith(_LISTS)]
+    return any(name == each or (isinstance(each, tuple) and name in each) for each in listed)
 
 
 def _reference(references: Any, name: str) -> str | None:
@@ -210,10 +243,11 @@ def _answer(request: dict[str, Any], code: Path | None) -> dict[str, Any]:
     if model is None:
         return {"unknown": config["architectures"][0]}
     description = describe(model)
+    architecture = from_plain(description, config)
     if "found" not in request:
         return {"architecture": description}
     found = {name: tuple(shape) for name, shape in request["found"].items()}
-    return {"fields": explain(from_plain(description, config), model.config.to_dict(), found, _builder(code))}
+    return {"fields": explain(architecture, model.config.to_dict(), found, _builder(code))}
 
 
 def _builder(code: Path | None) -> Build:

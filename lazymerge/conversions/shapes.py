@@ -1,7 +1,8 @@
 """Tensors cropped or zero-padded to the sizes that config.json asks for: only where the user forces it.
 
 A dimension that is too long loses its end, one that is too short gets zeros at its end. Nothing is
-computed and nothing is held: the zeros are one element, repeated without copies.
+computed and nothing is held: the zeros are one element, repeated without copies. A tensor that is several
+projections in one, such as ``gate_up_proj``, is not forced: only its last part has its end there.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import torch
 
 from lazymerge.checkpoint import Checkpoint, Note
 from lazymerge.conversions.architecture import Architecture, Shape, compare
+from lazymerge.conversions.contradiction import is_fused
 from lazymerge.elements import in_memory, torch_dtype
 from lazymerge.errors import InconsistentCheckpoint
 from lazymerge.gather import Gather, cat
@@ -18,7 +20,8 @@ from lazymerge.gather import Gather, cat
 def force_shapes(checkpoint: Checkpoint, architecture: Architecture) -> Checkpoint:
     """The checkpoint with every tensor in the architecture's shape, and a warning for each that had another.
 
-    Raises `InconsistentCheckpoint` where the number of dimensions differs: that is no matter of size.
+    Raises `InconsistentCheckpoint` where the number of dimensions differs, which is no matter of size, and
+    for a tensor that is several projections in one, such as ``gate_up_proj``: another size would mix them.
     """
     misshapen = compare(checkpoint, architecture).misshapen
     gathers = dict(checkpoint.gathers)
@@ -29,6 +32,12 @@ def force_shapes(checkpoint: Checkpoint, architecture: Architecture) -> Checkpoi
                 f"{name} has {len(found)} dimensions, {list(found)}, and the {architecture.class_name} of"
                 f" config.json {len(expected)}, {list(expected)}",
                 "--force-shape-match changes sizes only: see whether config.json is this checkpoint's own",
+            )
+        if is_fused(name):
+            raise InconsistentCheckpoint(
+                f"{name} is {list(found)}, {list(expected)} by config.json, and it is several projections in"
+                " one: cropped or padded at its end, they would mix",
+                "mend config.json: --force-shape-match does not change such a tensor",
             )
         gathers[name] = _forced(gathers[name], expected)
         done = [

@@ -1,0 +1,101 @@
+"""transformers asked about a model, in a process of its own (lazymerge.conversions.meta_model).
+
+It costs 350 MB and some seconds of imports, which are then not in the merge's memory, and a config that
+nobody can trust (layers without end, sizes beyond any memory) ends with that process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lazymerge.errors import DamagedFile, InconsistentCheckpoint, PlanError
+
+SECONDS = 30
+"""Of processor time that building a model takes at most; DeepSeek-V3 takes half a second."""
+
+MEMORY = 2 << 30
+"""Bytes that building a model takes at most beyond the imports; DeepSeek-V3 takes 50 MB."""
+
+_WAIT = 600
+"""Seconds until a process that neither works nor ends is given up."""
+
+_ROOT = Path(__file__).parents[2]
+
+
+def ask(request: dict[str, Any]) -> dict[str, Any] | None:
+    """The answer of lazymerge.conversions.meta_model; None if transformers has no such class.
+
+    Raises `InconsistentCheckpoint` for a config that its class refuses, `DamagedFile` for one that asks for
+    more than `SECONDS` or `MEMORY`, and `PlanError` where the process cannot be run.
+    """
+    question = as_json(request)
+    with tempfile.TemporaryDirectory() as scratch:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(_ROOT)]),
+            "HF_HUB_OFFLINE": "1",
+            "HF_MODULES_CACHE": scratch,  # copies of trusted code, which would else stay in the user's cache
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        # -P: a torch.py in the current folder is not what is meant
+        command = [sys.executable, "-P", "-W", "ignore", "-m", "lazymerge.conversions.meta_model"]
+        try:
+            done = subprocess.run(
+                command,
+                input=question.encode(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+                timeout=_WAIT,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise _beyond_bounds(request["config"]) from error
+        except OSError as error:
+            raise PlanError(
+                f"{sys.executable}: {error.strerror}", "merge with --no-check, which starts no Python"
+            ) from error
+    if done.returncode == -signal.SIGXCPU:
+        raise _beyond_bounds(request["config"])
+    try:
+        answer = json.loads(done.stdout)
+    except ValueError as error:
+        raise PlanError(
+            f"building the model of config.json ended with exit code {done.returncode}",
+            "see that `python -c 'import transformers'` works, or merge with --no-check",
+        ) from error
+    if "too large" in answer:
+        raise _beyond_bounds(request["config"])
+    if "refused" in answer:
+        name = request["config"]["architectures"][0]
+        raise InconsistentCheckpoint(
+            f"config.json: {name} does not take it: {answer['refused']}",
+            "mend config.json, or merge with --no-check",
+        )
+    return None if "unknown" in answer else answer
+
+
+def as_json(request: dict[str, Any]) -> str:
+    """The request as JSON; raises `DamagedFile` for a config that is none, or too deep."""
+    try:
+        return json.dumps(request)
+    except (RecursionError, TypeError, ValueError) as error:
+        raise DamagedFile(
+            f"config.json: {type(error).__name__} {error}", "mend config.json, or merge with --no-check"
+        ) from error
+
+
+def _beyond_bounds(config: Mapping[str, Any]) -> DamagedFile:
+    return DamagedFile(
+        f"config.json: building the {config['architectures'][0]} that it asks for takes more than"
+        f" {SECONDS} s or {MEMORY >> 30} GiB",
+        "mend config.json, or merge with --no-check",
+    )
