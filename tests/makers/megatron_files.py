@@ -61,7 +61,7 @@ def write_torch(
     """
     chunks = parallel.chunks(model.layers)
     for pp_rank in range(parallel.pp):
-        for tp_rank, ep_rank, etp_rank in parallel.files():
+        for tp_rank, ep_rank, etp_rank, number in parallel.files():
             rank = _Rank(model, parallel, tp_rank, ep_rank, etp_rank, experts, mtp_layer, block)
             states = []
             for stage, layers in enumerate(chunks[pp_rank]):
@@ -75,7 +75,7 @@ def write_torch(
             name = f"mp_rank_{tp_rank:02d}"
             name += f"_{pp_rank:03d}" if parallel.pp > 1 else ""
             name += f"_{ep_rank:03d}" if parallel.ep > 1 else ""
-            number = pp_rank * parallel.tp * parallel.dp + tp_rank
+            number += pp_rank * parallel.tp * parallel.dp
             others = {"moe_mlp_glu_interleave_size": block, "use_legacy_models": old_names is not None}
             _write_file(folder / name, states, arguments(model, parallel, number, **others))
 

@@ -75,8 +75,8 @@ class Parallel:
             counts[-1] = self.last
         return counts
 
-    def files(self) -> Iterator[tuple[int, int, int]]:
-        """(tp rank, ep rank, expert tp rank) of each file of one pipeline stage.
+    def files(self) -> Iterator[tuple[int, int, int, int]]:
+        """(tp rank, ep rank, expert tp rank, number in its stage) of the rank that writes each file.
 
         save_checkpoint of megatron/training/checkpointing.py: those ranks write that are first in their
         data-parallel or in their expert-data-parallel group. So a rank pair of TP and EP may not exist.
@@ -88,7 +88,7 @@ class Parallel:
             first_of_expert_data = rank // (self.expert_tp * self.ep) == 0
             if (first_of_data or first_of_expert_data) and (tp_rank, ep_rank) not in written:
                 written.add((tp_rank, ep_rank))
-                yield tp_rank, ep_rank, rank % self.expert_tp
+                yield tp_rank, ep_rank, rank % self.expert_tp, rank
         assert self.tp % self.expert_tp == 0, "files of one name would differ"
         assert {ep_rank for _, ep_rank in written} == set(range(self.ep)), "too few ranks for the experts"
 
