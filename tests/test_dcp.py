@@ -34,6 +34,7 @@ from lazymerge.errors import (
 from lazymerge.files.local import LocalFile
 from lazymerge.files.torch_file import read_torch_file
 from lazymerge.formats.dcp import DcpFolder, holds_dcp, read_dcp
+from lazymerge.formats.stacks import Budget
 from lazymerge.tiling import check
 from tests.checks import assert_same_tensors
 from tests.makers.dcp_folders import edited, save_dcp
@@ -240,7 +241,7 @@ def test_headers_that_differ_are_read_in_full(tmp_path):
             start = data.rindex(b"K\x01K\x04\x86", 0, at)
             data[start + 3] = 3
         else:
-            data[at + 16 : at + 20] = b"XXXX"
+            data[at + 24 : at + 28] = b"XXXX"
         path.write_bytes(data)
         if change == "pickle":
             with pytest.raises(InconsistentCheckpoint, match=r"a: the record .* shape \(1, 3\)"):
@@ -472,3 +473,78 @@ def test_an_object_without_a_record(plain):
     folder = read_dcp(plain)
     with pytest.raises(IncompleteCheckpoint, match="step"):
         folder.load_object("step")
+
+
+# ---- chunks in the same bytes, and more than a file can hold -----------------------------------------------
+
+
+def place_of(metadata: Any, name: str) -> MetadataIndex:
+    return next(key for key in metadata.storage_data if key.fqn == name)
+
+
+@pytest.mark.parametrize("shift", [0, 1, -1])
+def test_two_chunks_in_the_same_bytes(tmp_path, shift):
+    folder = save_dcp(tmp_path / "two", {name: torch.arange(5) for name in ("a", "b")})
+
+    def move(metadata: Any) -> None:
+        """Moves the second of both records onto the first, or one byte into it from either side."""
+        one, other = (metadata.storage_data[place_of(metadata, name)] for name in ("a", "b"))
+        start = min(one.offset, other.offset)
+        moved(place_of(metadata, "a"), metadata, offset=start + 1)
+        moved(place_of(metadata, "b"), metadata, offset=start + 1 + shift)
+
+    edited(folder, move)
+    with pytest.raises(
+        InconsistentCheckpoint, match=r"chunks of [ab] at \(0,\) and of [ab] at \(0,\) in the same"
+    ):
+        read_dcp(folder)
+    assert read_dcp(folder, lambda name: name == "b").tensors
+
+
+def test_two_chunks_of_one_tensor_in_the_same_bytes(tmp_path):
+    """Also where the file has a second name."""
+    folder = save_dcp(tmp_path / "one", {"a": torch.arange(8)}, {"a": [((0,), (4,)), ((4,), (4,))]})
+    (folder / "again.distcp").hardlink_to(folder / "__0_0.distcp")
+
+    def move(metadata: Any) -> None:
+        first, second = (key for key in metadata.storage_data if key.fqn == "a")
+        info = metadata.storage_data[first]
+        moved(second, metadata, **{**vars(info), "relative_path": "again.distcp"})
+
+    edited(folder, move)
+    with pytest.raises(InconsistentCheckpoint, match=r"chunks of a at \([04],\) and of a at \([04],\)"):
+        read_dcp(folder)
+
+
+def test_one_list_of_chunks_for_many_tensors(tmp_path):
+    folder = save_dcp(tmp_path / "many", {f"t{at}": torch.ones(0) for at in range(30)})
+    several = [ChunkStorageMetadata(torch.Size([0]), torch.Size([0]))] * 1000
+
+    def grow(metadata: Any) -> None:
+        for entry in metadata.state_dict_metadata.values():
+            entry.chunks = several
+
+    edited(folder, grow)
+    with pytest.raises(DamagedFile, match=r"\d+ chunks up to t\d+, which \d+ bytes cannot hold"):
+        read_dcp(folder)
+
+
+def test_all_stacks_have_one_budget(tmp_path, monkeypatch):
+    monkeypatch.setattr(Budget.__init__, "__defaults__", (10,))
+    state = {name: torch.arange(16).view(8, 2) for name in ("a", "b")}
+    folder = read_dcp(save_dcp(tmp_path / "stacks", state))
+    assert len(folder.unstacked("a", 0)) == 1
+    with pytest.raises(UnsupportedCheckpoint, match="a: stacks of more than"):
+        folder.unstacked("a", 1)  # eight tensors, in a chunk that spans all of them
+    cuts = {name: [((at, 0), (1, 2)) for at in range(8)] for name in state}
+    folder = read_dcp(save_dcp(tmp_path / "cut", state, cuts))
+    assert len(folder.unstacked("a", 1)) == 8
+    with pytest.raises(UnsupportedCheckpoint, match="b: stacks of more than"):
+        folder.unstacked("b", 1)
+
+
+def test_metadata_that_is_no_file(plain):
+    (plain / ".metadata").unlink()
+    (plain / ".metadata").symlink_to("/dev/zero")
+    with pytest.raises(SourceError, match=r"\.metadata: not a regular file"):
+        read_dcp(plain)

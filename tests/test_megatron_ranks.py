@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from lazymerge.errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,
     NotACheckpoint,
+    SourceError,
     UnsupportedCheckpoint,
 )
 from lazymerge.formats.megatron.found import Found
@@ -787,9 +789,10 @@ def test_an_mtp_stages_copy_of_the_embedding_is_no_tensor(tmp_path: Path) -> Non
 
 def test_other_tensors_on_two_stages_are_refused(tmp_path: Path) -> None:
     args = arguments(pipeline_model_parallel_size=2)
-    save(tmp_path, "mp_rank_00_000", args, chunk(0, first=True, last=True))
-    save(tmp_path, "mp_rank_00_001", args, chunk(1, last=True))
-    with pytest.raises(InconsistentCheckpoint, match=r"decoder\.final_layernorm\.weight: is on two"):
+    other = {"unknown.weight": filled((H,), 1)}
+    save(tmp_path, "mp_rank_00_000", args, {**chunk(0, first=True), **other})
+    save(tmp_path, "mp_rank_00_001", args, {**chunk(1, last=True), **other})
+    with pytest.raises(InconsistentCheckpoint, match=r"unknown\.weight: is on two"):
         read_ranks(tmp_path)
 
 
@@ -873,3 +876,191 @@ def test_dicts_that_hold_each_other_are_refused(tmp_path: Path) -> None:
     save(tmp_path, "mp_rank_00", arguments(), {"decoder": inner})
     with pytest.raises(UnsupportedCheckpoint, match="twice"):
         read_ranks(tmp_path)
+
+
+# ------------------------------------------------------------ files that are not where they belong
+
+
+def swap(one: Path, other: Path) -> None:
+    aside = one.parent / "aside"
+    one.rename(aside)
+    other.rename(one)
+    aside.rename(other)
+
+
+def test_swapped_stages_are_known_by_what_they_hold(tmp_path: Path) -> None:
+    stages(tmp_path)
+    swap(tmp_path / "mp_rank_00_000", tmp_path / "mp_rank_00_001")
+    with pytest.raises(
+        InconsistentCheckpoint, match=r"chunk 0 .* rank 0 holds decoder\.final|holds embedding"
+    ):
+        read_ranks(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ((chunk(3), chunk(0, first=True)), (chunk(1, 2), chunk(4, last=True))),
+        ((chunk(0, first=True), chunk(3)), (chunk(4, last=True), chunk(1, 2))),
+    ],
+)
+def test_swapped_virtual_stages_are_refused(
+    tmp_path: Path, first: tuple[Model, Model], second: tuple[Model, Model]
+) -> None:
+    args = arguments(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, num_layers=5)
+    save(tmp_path, "mp_rank_00_000", args, *first)
+    save(tmp_path, "mp_rank_00_001", args, *second)
+    with pytest.raises(InconsistentCheckpoint, match="not in the order of the model"):
+        read_ranks(tmp_path)
+
+
+def predicting(*layers: int, last: bool = False) -> Model:
+    """A stage with a layer of multi-token prediction, and the copies that it needs."""
+    model = chunk(*layers, first=True, last=last)
+    model["mtp.layers.0.eh_proj.weight"] = filled((H, 2 * H), 9)
+    return model
+
+
+def test_a_stage_of_multi_token_prediction_has_copies(tmp_path: Path) -> None:
+    """Alone on its stage too (core 0.15): the final norm is then where the last layer is."""
+    args = arguments(pipeline_model_parallel_size=3, num_layers=2, mtp_num_layers=1)
+    ends = chunk(1)
+    ends["decoder.final_layernorm.weight"] = filled((H,), 101)
+    mtp = predicting(last=True)
+    del mtp["decoder.final_layernorm.weight"]
+    for number, model in enumerate((chunk(0, first=True), ends, mtp)):
+        save(tmp_path, f"mp_rank_00_{number:03d}", args, model)
+    found = read_ranks(tmp_path)
+    assert {"mtp.layers.0.eh_proj.weight", "decoder.layers.1.mlp.linear_fc2.weight"} | ENDS <= set(
+        found.gathers
+    )
+    swap(tmp_path / "mp_rank_00_000", tmp_path / "mp_rank_00_001")
+    with pytest.raises(InconsistentCheckpoint, match="not in the order of the model"):
+        read_ranks(tmp_path)
+
+
+@pytest.mark.parametrize("order", [(2, 1, 0), (1, 0, 2), (0, 2, 1)])
+def test_no_other_order_of_a_stage_of_multi_token_prediction(tmp_path: Path, order: tuple[int, ...]) -> None:
+    args = arguments(pipeline_model_parallel_size=3, num_layers=3, mtp_num_layers=1)
+    models = (chunk(0, first=True), chunk(1), predicting(2, last=True))
+    for number, model in enumerate(order):
+        save(tmp_path, f"mp_rank_00_{number:03d}", args, models[model])
+    with pytest.raises(InconsistentCheckpoint, match="not in the order of the model"):
+        read_ranks(tmp_path)
+
+
+def test_swapped_ranks_are_known_by_who_wrote_them(tmp_path: Path) -> None:
+    name = "torch_te_qwen3moe_tp2ep2pp2"
+    step = tmp_path / "iter_0000100"
+    for one, other in (("00_000_000", "01_000_001"), ("00_000_000", "00_001_000")):
+        shutil.copytree(SAMPLES / name / "ckpt" / "iter_0000100", step)
+        swap(step / f"mp_rank_{one}", step / f"mp_rank_{other}")
+        with pytest.raises(InconsistentCheckpoint, match=r"written by rank [01] \(args\.rank\)"):
+            read_ranks(step)
+        shutil.rmtree(step)
+
+
+def test_swapped_expert_ranks_of_one_tensor_rank(tmp_path: Path) -> None:
+    sizes = {"expert_model_parallel_size": 2, "num_experts": 4, "expert_tensor_parallel_size": 1}
+    for ep, rank in ((0, 1), (1, 0)):
+        save(tmp_path, f"mp_rank_00_{ep:03d}", arguments(**sizes, rank=rank), moe(ep, 2, sequential))
+    with pytest.raises(InconsistentCheckpoint, match=r"mp_rank_00_001.*by rank 0 .*before, by rank 1"):
+        read_ranks(tmp_path)
+
+
+def test_a_file_under_the_names_of_two_ranks(tmp_path: Path) -> None:
+    """Known by its writer, or by its bytes; a conversion tool writes all ranks with one number."""
+    for numbers in ((0, 0, 2, 3), (0, 0, 0, 0)):
+        args = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "num_layers": 2}
+        for at, rank in enumerate(numbers):
+            tp, pp = at % 2, at // 2
+            model = chunk(pp, first=not pp, last=bool(pp))
+            model["decoder.layers.0.self_attention.linear_qkv.weight"] = numbered(3, H, start=at)
+            save(tmp_path, f"mp_rank_{tp:02d}_{pp:03d}", arguments(**args, rank=rank), model)
+        if numbers[-1]:
+            with pytest.raises(InconsistentCheckpoint, match=r"01_000.* by rank 0 .* as was .*00_000"):
+                read_ranks(tmp_path)
+            continue
+        assert len(read_ranks(tmp_path).gathers) == 2 * 4 + 3
+        shutil.copy(tmp_path / "mp_rank_00_001/model_optim_rng.pt", tmp_path / "mp_rank_01_001")
+        with pytest.raises(
+            InconsistentCheckpoint, match=r"mp_rank_01_001.*the same bytes as .*mp_rank_00_001"
+        ):
+            read_ranks(tmp_path)
+
+
+def test_expert_ranks_without_experts_are_honestly_alike(tmp_path: Path) -> None:
+    sizes = {"expert_model_parallel_size": 2, "num_experts": 4, "pipeline_model_parallel_size": 2}
+    for ep in range(2):
+        save(tmp_path, f"mp_rank_00_000_{ep:03d}", arguments(**sizes), chunk(0, first=True))
+        save(tmp_path, f"mp_rank_00_001_{ep:03d}", arguments(**sizes), moe(ep, 2, sequential))
+    read_ranks(tmp_path)
+    shutil.copy(tmp_path / "mp_rank_00_001_000/model_optim_rng.pt", tmp_path / "mp_rank_00_001_001")
+    with pytest.raises(InconsistentCheckpoint, match="the same bytes"):
+        read_ranks(tmp_path)
+
+
+def test_any_argument_tells_runs_apart_but_those_of_a_rank(tmp_path: Path) -> None:
+    args = {"pipeline_model_parallel_size": 2, "loss_cap": float("nan"), "sizes": [1, 2]}
+    save(tmp_path, "mp_rank_00_000", arguments(**args, rank=0, local_rank=0, seed=1), chunk(0, first=True))
+    save(tmp_path, "mp_rank_00_001", arguments(**args, rank=1, local_rank=1, only_here=2, seed=1), chunk(1))
+    assert len(read_ranks(tmp_path).gathers) == 2 * 3 + 1
+    save(tmp_path, "mp_rank_00_001", arguments(**args, rank=1, seed=77), chunk(1))
+    with pytest.raises(InconsistentCheckpoint, match="args say seed = 77, and 1 in"):
+        read_ranks(tmp_path)
+
+
+def test_two_models_in_one_file_are_refused(tmp_path: Path) -> None:
+    save(tmp_path, "mp_rank_00", arguments(), chunk(0), model0=chunk(1))
+    with pytest.raises(AmbiguousCheckpoint, match="two models, model and model0"):
+        read_ranks(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("pipe", "a named pipe"), ("device", "a link to /dev/zero, a device"), ("broken", "which is not there")],
+)
+def test_what_stands_in_the_place_of_a_model_is_named(tmp_path: Path, kind: str, words: str) -> None:
+    args = arguments(tensor_model_parallel_size=2)
+    save(tmp_path, "mp_rank_00", args, chunk(0, first=True, last=True))
+    path = tmp_path / "mp_rank_01" / "model_optim_rng.pt"
+    path.parent.mkdir()
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero" if kind == "device" else tmp_path / "gone")
+    with pytest.raises(SourceError, match=f"mp_rank_01/model_optim_rng.pt: is .*{words}"):
+        read_ranks(tmp_path)
+
+
+def test_stacks_of_repeated_experts_are_not_taken_apart(tmp_path: Path) -> None:
+    """One element stands for any number of experts: not as many as num_experts, or more than the file has."""
+    many = 1 << 16
+    for said, words in (
+        (4, r"not that of 4 experts"),
+        (many, "only 4 of them in the file"),
+        (None, "only 4"),
+    ):
+        model = {
+            f"decoder.layers.{layer}.mlp.experts.linear_fc1.weight": torch.zeros(1).expand(many, 1, 1)
+            for layer in range(20)
+        }
+        save(tmp_path, "mp_rank_00", arguments(num_experts=said), model)
+        with pytest.raises(InconsistentCheckpoint, match=words):
+            read_ranks(tmp_path)
+
+
+def test_a_stage_before_the_embedding_may_hold_a_tower(tmp_path: Path) -> None:
+    args = arguments(pipeline_model_parallel_size=2, num_layers=1)
+    save(tmp_path, "mp_rank_00_000", args, {"vision_model.ln_pre.weight": filled((H,), 7)})
+    save(tmp_path, "mp_rank_00_001", args, chunk(0, first=True, last=True))
+    assert set(read_ranks(tmp_path).gathers) > ENDS
+
+
+def test_an_argument_of_neither_model_nor_run_is_a_warning(tmp_path: Path) -> None:
+    args = {"pipeline_model_parallel_size": 2, "seed": 1}
+    save(tmp_path, "mp_rank_00_000", arguments(**args, rank=0, log_file="a"), chunk(0, first=True))
+    save(tmp_path, "mp_rank_00_001", arguments(**args, rank=1, log_file="b"), chunk(1))
+    (note,) = read_ranks(tmp_path).notes
+    assert note.level == "warning"
+    assert "args say log_file = b, and a in" in note.text

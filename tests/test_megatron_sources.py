@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import os
 import shutil
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,7 @@ from lazymerge.errors import (
 )
 from lazymerge.formats.registry import OpenOptions, open_checkpoint
 from tests.makers.dcp_folders import save_dcp
+from tests.makers.zarr_arrays import write_array
 
 SAMPLES = Path(__file__).parent / "data" / "megatron"
 LM = SAMPLES / "td_te_qwen2_tp2pp2" / "ckpt"
@@ -211,3 +215,148 @@ def test_folders_taken_together(tmp_path):
     run = run_with(tmp_path, "one", "two")
     with pytest.raises(AmbiguousCheckpoint, match="2 folders"):
         opened(run / "one", run / "two")
+
+
+# ---- a part of a checkpoint, or two of them ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("part", "folder"),
+    [
+        (RANKS / "iter_0000100/mp_rank_00_000", RANKS / "iter_0000100"),
+        (RANKS / "iter_0000100/mp_rank_00_000/model_optim_rng.pt", RANKS / "iter_0000100"),
+        (LM / "iter_0000100/.metadata", LM / "iter_0000100"),
+        (LM / "iter_0000100/metadata.json", LM / "iter_0000100"),
+        (LM / "iter_0000100/common.pt", LM / "iter_0000100"),
+        (LM / "iter_0000100/__0_0.distcp", LM / "iter_0000100"),
+    ],
+    ids=lambda path: path.name,
+)
+def test_a_part_alone_is_refused(part, folder):
+    assert part.exists()
+    with pytest.raises(IncompleteCheckpoint, match="a part of a Megatron checkpoint alone") as caught:
+        opened(part)
+    assert caught.value.hint == f"give the folder {folder}"
+
+
+def test_a_rank_file_from_anywhere_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(RANKS / "iter_0000100" / "mp_rank_00_000")
+    for path in (Path("."), Path("model_optim_rng.pt")):
+        with pytest.raises(IncompleteCheckpoint, match="a part of a Megatron") as caught:
+            opened(path)
+        assert caught.value.hint == f"give the folder {RANKS / 'iter_0000100'}"
+    shutil.copy("model_optim_rng.pt", tmp_path)
+    with pytest.raises(IncompleteCheckpoint, match="a part of a Megatron") as caught:
+        opened(tmp_path / "model_optim_rng.pt")
+    assert "all mp_rank_XX" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("name", "stray"),
+    [
+        ("iter_0000100", "model.pt"),
+        ("iter_0000100", "iter_0000100/model.pt"),
+        ("iter_0000100", "iter_0000100/model_world_size_1_rank_0.pt"),
+        ("global_step_5/actor/dist_ckpt", "global_step_5/actor/model.pt"),
+        ("global_step_5/actor/dist_ckpt", "global_step_5/actor/model_world_size_1_rank_0.pt"),
+        ("global_step_5/actor/dist_ckpt", "model.pt"),
+    ],
+)
+def test_another_format_beside_it(tmp_path, name, stray):
+    run = run_with(tmp_path, name)
+    torch.save({"model.x": torch.ones(3)}, run / stray)
+    with pytest.raises(AmbiguousCheckpoint, match=r"holds two checkpoints, .*fsdp.*megatron"):
+        opened(run)
+    if (run / stray).parent != run / name:
+        assert which(opened(run / name)) == 0
+    (run / stray).unlink()
+    assert which(opened(run)) == 0
+
+
+@pytest.mark.parametrize(
+    "other", ["global_step_5/actor/model/dist_ckpt", "global_step_5/dist_ckpt", "dist_ckpt"]
+)
+def test_another_place_of_the_same_format(tmp_path, other):
+    run = run_with(tmp_path, "global_step_5/actor/dist_ckpt", other)
+    with pytest.raises(AmbiguousCheckpoint, match="holds two checkpoints") as caught:
+        opened(run)
+    assert str(run / other) in caught.value.problem
+    assert which(opened(run / other)) == 1
+
+
+def test_two_layouts_in_one_folder(tmp_path):
+    run = run_with(tmp_path, "iter_0000100")
+    step = run / "iter_0000100"
+    shutil.copytree(RANKS / "iter_0000100", step, dirs_exist_ok=True)
+    with pytest.raises(AmbiguousCheckpoint, match=r"mp_rank_XX/model_optim_rng.pt and \.metadata"):
+        opened(run)
+    for path in step.glob("mp_rank_*"):
+        shutil.rmtree(path)
+    write_array(step / "decoder.layers.self_attention.linear_qkv.weight", torch.ones(1, 2, 2), (1, 2, 2))
+    with pytest.raises(AmbiguousCheckpoint, match=r"\.metadata or \.distcp files and <name>/\.zarray"):
+        opened(run)
+
+
+def test_steps_of_something_else_are_in_nobodys_way(tmp_path):
+    """DeepSpeed's, beside the model that transformers' trainer saves."""
+    for name in ("global_step100", "global_step200"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mp_rank_00_model_states.pt").write_bytes(b"")
+    torch.save({"model.x": torch.ones(3)}, tmp_path / "pytorch_model.bin")
+    assert opened(tmp_path).format == "fsdp"
+
+
+def test_an_actor_and_a_critic_of_two_formats(tmp_path):
+    run = run_with(tmp_path, "global_step_5/critic/dist_ckpt")
+    actor = run / "global_step_5/actor"
+    actor.mkdir()
+    torch.save({"model.x": torch.ones(3)}, actor / "model_world_size_1_rank_0.pt")
+    assert opened(run).format == "fsdp"
+    assert opened(run, component="critic").format == "megatron"
+
+
+# ---- pointers and steps that are odd -----------------------------------------------------------------------
+
+
+def test_a_pointer_to_a_step_without_a_checkpoint(tmp_path):
+    run = run_with(tmp_path, "iter_0000100", pointer="200")
+    (run / "iter_0000200").mkdir()
+    with pytest.raises(
+        NotACheckpoint, match=r"latest_checkpointed_iteration.txt: names .*200, which is an empty"
+    ):
+        opened(run)
+
+
+def test_a_pointer_is_not_read_whole(tmp_path):
+    run = run_with(tmp_path, "iter_0000100", pointer="100\n")
+    opened(run / "iter_0000100")  # what is imported once
+    os.truncate(run / "latest_checkpointed_iteration.txt", 64 << 20)  # sparse
+    tracemalloc.start()
+    try:
+        with pytest.raises(SourceError, match="is no step number"):
+            opened(run)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_files_of_another_iteration_are_noted(tmp_path):
+    shutil.copytree(RANKS / "iter_0000100", tmp_path / "iter_0000200")
+    (note,) = opened(tmp_path / "iter_0000200").notes
+    assert note.level == "warning"
+    assert "iter_0000200: its files say that they are of iteration 100" in note.text
+    shutil.copytree(LM / "iter_0000100", tmp_path / "iter_0000300")
+    assert "of iteration 100" in opened(tmp_path / "iter_0000300").notes[0].text
+
+
+def test_whole_numbers_among_the_weights_are_noted(tmp_path):
+    state = {"args": argparse.Namespace(params_dtype=torch.bfloat16), "iteration": 100}
+    layers = {f"decoder.layers.{n}.input_layernorm.weight": torch.ones(4) for n in range(2)}
+    (tmp_path / "mp_rank_00").mkdir()
+    for dtype in (torch.int32, torch.float32):
+        model = {name: tensor.to(dtype) for name, tensor in layers.items()}
+        torch.save({**state, "model": model}, tmp_path / "mp_rank_00" / "model_optim_rng.pt")
+        notes = [(note.level, note.tensor, note.text) for note in opened(tmp_path).notes]
+        name = "decoder.layers.0.input_layernorm.weight"
+        text = f"{name}: is int32, as are 1 more tensors, in a model trained in bfloat16"
+        assert notes == ([("warning", name, text)] if dtype is torch.int32 else [])

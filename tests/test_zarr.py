@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from lazymerge.compute import read
-from lazymerge.errors import DamagedFile, IncompleteCheckpoint, SourceError, UnsupportedCheckpoint
+from lazymerge.errors import (
+    DamagedFile,
+    IncompleteCheckpoint,
+    InconsistentCheckpoint,
+    SourceError,
+    UnsupportedCheckpoint,
+)
 from lazymerge.formats.zarr import holds_zarr, read_zarr
 from lazymerge.tiling import check
 from tests.makers.zarr_arrays import write_array
@@ -117,3 +123,20 @@ def test_headers_that_are_none(folder, text):
     (folder / "a.weight" / ".zarray").write_text(text)
     with pytest.raises(SourceError, match=r"a\.weight"):
         read_zarr(folder)
+
+
+@pytest.mark.parametrize("other", ["a.weight/1.0.0", "b.weight/0.0.0"])
+def test_a_chunk_under_two_names(folder, other):
+    write_array(folder / "b.weight", WEIGHT, (1, 4, 3))
+    assert len(read_zarr(folder).tensors) == 4
+    (folder / other).unlink()
+    (folder / other).hardlink_to(folder / "a.weight/0.0.0")
+    with pytest.raises(InconsistentCheckpoint, match=r"0\.0\.0: the same file as|the same file as .*0\.0\.0"):
+        read_zarr(folder)
+
+
+def test_a_stack_without_elements(folder):
+    header = folder / "a.weight" / ".zarray"
+    header.write_text(header.read_text().replace("[2, 7, 5]", f"[{1 << 18}, 0, 5]"))
+    with pytest.raises(UnsupportedCheckpoint, match=r"expected 1 leading axes .* and elements"):
+        read_zarr(folder).unstacked("a.weight", 1)

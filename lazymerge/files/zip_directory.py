@@ -13,11 +13,13 @@ thousands of records to a file and hundreds of files to a checkpoint.
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lazymerge.errors import DamagedFile, SourceError, UnsupportedCheckpoint
 from lazymerge.files.local import LocalFile
@@ -32,6 +34,9 @@ _END64_MAGIC = b"PK\x06\x06"
 _CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
 _CENTRAL_MAGIC = b"PK\x01\x02"
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")
+_DESCRIPTOR_MAGIC = b"PK\x07\x08"
+_PADDING = b"FB"  # the kind of torch's last part of an extra field
+_DESCRIBED = 8  # the flag of a record with a descriptor behind its data
 _MAX_COMMENT = 0xFFFF
 _MAX_DIRECTORY = 1 << 30  # bytes: a file of 10 million records
 _COPY_AGAIN = "the file is truncated or overwritten; copy it again"
@@ -39,12 +44,25 @@ _COPY_AGAIN = "the file is truncated or overwritten; copy it again"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One record as the central directory has it: name, local header, bytes, and where it must end."""
+    """One record as the central directory has it: name, local header, bytes, and where it must end.
+
+    `checksum` is the CRC-32 of its data; 0 where none was recorded.
+    """
 
     name: bytes
     header: int  # from the start of the archive
     size: int
     limit: int  # the next record, or the directory
+    checksum: int
+
+
+class _Row(NamedTuple):
+    """A record in the central directory."""
+
+    header: int
+    size: int
+    name: bytes
+    checksum: int
 
 
 class OpenArchive:
@@ -120,11 +138,20 @@ def read_directory(archive: OpenArchive) -> dict[str, Entry]:
     return _placed(archive, rows, offset)
 
 
+def fingerprint(file: LocalFile) -> bytes | None:
+    """A digest of the names, sizes and checksums of an archive's records; None where it has no checksums."""
+    with open_archive(file) as archive:
+        entries = list(read_directory(archive).values()) if is_zip(archive) else []
+    if not any(entry.checksum for entry in entries):
+        return None
+    return hashlib.sha256(repr(entries).encode()).digest()
+
+
 def data_offset(archive: OpenArchive, entry: Entry) -> int:
     """Where the data of a record starts, from the start of the archive, read from its local header."""
     length = _LOCAL.size + len(entry.name)
     header = archive.read(entry.header, length)
-    magic, _, _, _, _, _, _, _, _, name_length, extra_length = _LOCAL.unpack_from(header)
+    magic, _, flags, _, _, _, _, _, _, name_length, extra_length = _LOCAL.unpack_from(header)
     if magic != LOCAL_MAGIC or name_length != len(entry.name) or header[_LOCAL.size :] != entry.name:
         raise DamagedFile(
             f"{archive.name}: no header of record {_shown(entry.name)} at byte {entry.header}, where its"
@@ -138,7 +165,37 @@ def data_offset(archive: OpenArchive, entry: Entry) -> int:
             f" {entry.limit} belongs to what follows",
             _COPY_AGAIN,
         )
+    extra_at = entry.header + length
+    if not _starts_at(archive, entry, offset, extra_at, described=bool(flags & _DESCRIBED)):
+        raise DamagedFile(
+            f"{archive.name}: record {_shown(entry.name)} does not start at byte {offset}, where its header"
+            f" puts it (an extra field of {extra_length} bytes)",
+            _COPY_AGAIN,
+        )
     return offset
+
+
+def _starts_at(archive: OpenArchive, entry: Entry, offset: int, extra_at: int, described: bool) -> bool:
+    """Whether what is around the data bears out where it starts: else a flipped bit would shift it.
+
+    The bytes of the data can look like parts of the extra field, zeros above all, but not like padding.
+    """
+    end = offset + entry.size
+    if described and archive.read(end, len(_DESCRIPTOR_MAGIC)) == _DESCRIPTOR_MAGIC:
+        return True
+    kinds = _kinds(archive.read(extra_at, offset - extra_at))
+    if described:
+        return kinds is not None and kinds[-1:] == [_PADDING]
+    return end == entry.limit or kinds is not None
+
+
+def _kinds(extra: bytes) -> list[bytes] | None:
+    """The kinds of the parts (kind, length, content) of an extra field; None if it is not made of any."""
+    kinds, pos = [], 0
+    while pos + 4 <= len(extra):
+        kinds.append(extra[pos : pos + 2])
+        pos += 4 + int.from_bytes(extra[pos + 2 : pos + 4], "little")
+    return kinds if pos == len(extra) else None
 
 
 def first_record(archive: OpenArchive) -> tuple[str, int]:
@@ -191,14 +248,14 @@ def _end_record(archive: OpenArchive) -> tuple[int, tuple[int, ...]]:
     )
 
 
-def _central_rows(archive: OpenArchive, directory: bytes, count: int) -> list[tuple[int, int, bytes]]:
-    """Header offset, size and name of every record, as the central directory has them."""
-    rows: list[tuple[int, int, bytes]] = []
+def _central_rows(archive: OpenArchive, directory: bytes, count: int) -> list[_Row]:
+    """Every record, as the central directory has it."""
+    rows: list[_Row] = []
     pos = 0
     while pos < len(directory):
         if pos + _CENTRAL.size > len(directory) or len(rows) == count:
             break
-        magic, _, _, flags, method, _, _, _, packed, size, name_length, extra, comment, _, _, _, header = (
+        magic, _, _, flags, method, _, _, crc, packed, size, name_length, extra, comment, _, _, _, header = (
             _CENTRAL.unpack_from(directory, pos)
         )
         pos += _CENTRAL.size
@@ -219,7 +276,7 @@ def _central_rows(archive: OpenArchive, directory: bytes, count: int) -> list[tu
                 f"{archive.name}: record {_shown(name)} is compressed or encrypted",
                 "torch.save stores records as they are; unpack the archive and save the checkpoint again",
             )
-        rows.append((header, size, name))
+        rows.append(_Row(header, size, name, crc))
     if pos != len(directory) or len(rows) != count:
         raise DamagedFile(
             f"{archive.name}: {len(rows)} records in its zip directory, where its end record says {count}",
@@ -242,11 +299,11 @@ def _zip64_extra(extra: bytes, fields: tuple[int, int, int]) -> tuple[int, int, 
     return None
 
 
-def _placed(archive: OpenArchive, rows: list[tuple[int, int, bytes]], directory: int) -> dict[str, Entry]:
+def _placed(archive: OpenArchive, rows: list[_Row], directory: int) -> dict[str, Entry]:
     """The entries by name, each with the byte before which it has to end."""
     limits: dict[int, int] = {}
     limit = directory
-    for header, size, name in sorted(rows, reverse=True):
+    for header, size, name, _ in sorted(rows, reverse=True):
         if header + _LOCAL.size + len(name) + size > limit:
             raise DamagedFile(
                 f"{archive.name}: record {_shown(name)} of {size} bytes at byte {header} runs into what is at"
@@ -256,7 +313,7 @@ def _placed(archive: OpenArchive, rows: list[tuple[int, int, bytes]], directory:
         limits[header] = limit
         limit = header
     entries: dict[str, Entry] = {}
-    for header, size, name in rows:
+    for header, size, name, checksum in rows:
         try:
             text = name.decode()
         except UnicodeDecodeError:
@@ -265,7 +322,7 @@ def _placed(archive: OpenArchive, rows: list[tuple[int, int, bytes]], directory:
             ) from None
         if text in entries:
             raise DamagedFile(f"{archive.name}: two records named {_shown(name)}", _COPY_AGAIN)
-        entries[text] = Entry(name, header, size, limits[header])
+        entries[text] = Entry(name, header, size, limits[header], checksum)
     return entries
 
 

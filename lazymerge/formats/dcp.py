@@ -14,17 +14,23 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from lazymerge.boxes import Box, Shape
-from lazymerge.errors import DamagedFile, IncompleteCheckpoint, UnsupportedCheckpoint
+from lazymerge.errors import (
+    DamagedFile,
+    IncompleteCheckpoint,
+    InconsistentCheckpoint,
+    UnsupportedCheckpoint,
+)
 from lazymerge.files.dtype import DType
 from lazymerge.files.local import Descriptors, LocalFile
 from lazymerge.files.region import Region, contiguous_strides
 from lazymerge.formats.dcp_metadata import Place, TensorEntry, read_metadata
 from lazymerge.formats.dcp_records import Records, read_object
-from lazymerge.formats.stacks import Index, unstack
+from lazymerge.formats.stacks import Budget, Index, unstack
 from lazymerge.gather import Gather
 
 METADATA = ".metadata"
@@ -41,12 +47,13 @@ def read_dcp(folder: Path, wanted: Callable[[str], bool] = lambda name: True) ->
     Raises `IncompleteCheckpoint` where the save did not finish, `UnsupportedCheckpoint` for metadata of each
     rank apart, and what `lazymerge.formats.dcp_metadata.read_metadata` raises.
     """
-    if not (folder / METADATA).is_file() and any(folder.glob(f"__*{METADATA}")):
+    there = os.path.lexists(folder / METADATA)  # if it is no file, that is said when it is opened
+    if not there and any(folder.glob(f"__*{METADATA}")):
         raise UnsupportedCheckpoint(
             f"{folder}: holds the metadata of each rank apart (saved with use_collectives=False)",
             "save the checkpoint with collectives, or load it with torch and save it again",
         )
-    if not (folder / METADATA).is_file():
+    if not there:
         raise IncompleteCheckpoint(
             f"{folder}: holds .distcp files and no {METADATA}: the save did not finish",
             f"{METADATA} is written last; take another step of the run, or copy the folder again",
@@ -103,6 +110,7 @@ class DcpFolder:
     def __init__(self, folder: Path, wanted: Callable[[str], bool]) -> None:
         self.folder = folder
         self._pool = Descriptors()
+        self._stacks = Budget()
         self._metadata_file = LocalFile(folder / METADATA, self._pool)
         metadata = read_metadata(self._metadata_file, wanted)
         self._opened: dict[str, LocalFile] = {}
@@ -112,9 +120,7 @@ class DcpFolder:
         self.others = tuple(metadata.others)
         self.objects = tuple(metadata.objects)
         self.tensors = {name: DcpTensor(self, name, entry) for name, entry in metadata.tensors.items()}
-        for name, entry in metadata.tensors.items():
-            for place in entry.places:
-                self.file_at(place, name)
+        self._check_places(metadata.tensors)
 
     @property
     def files(self) -> list[LocalFile]:
@@ -127,7 +133,7 @@ class DcpFolder:
 
     def unstacked(self, name: str, axes: int) -> dict[Index, Gather]:
         """The tensors at each index of the first `axes` axes (lazymerge.formats.stacks)."""
-        return unstack(name, self.tensors[name], axes)
+        return unstack(name, self.tensors[name], axes, self._stacks)
 
     def load_object(self, name: str) -> Any:
         """The object of that name, read inertly; `IncompleteCheckpoint` where it has no record."""
@@ -150,6 +156,26 @@ class DcpFolder:
                 "the file is truncated; copy it again",
             )
         return file
+
+    def _check_places(self, tensors: dict[str, TensorEntry]) -> None:
+        """Raise `InconsistentCheckpoint` where two chunks are said to be in the same bytes."""
+        records = [
+            (self.file_at(place, name).inode, place.offset, place.length, name, chunk)
+            for name, entry in tensors.items()
+            for chunk, place in enumerate(entry.places)
+        ]
+        records.sort()
+        for (inode, start, length, name, chunk), (other_inode, at, _, other, other_chunk) in pairwise(
+            records
+        ):
+            if inode == other_inode and at < start + length:
+                one, two = tensors[name], tensors[other]
+                raise InconsistentCheckpoint(
+                    f"{self._metadata_file.name}: has the chunks of {name} at {one.boxes[chunk].start} and of"
+                    f" {other} at {two.boxes[other_chunk].start} in the same bytes ({at} to"
+                    f" {start + length}) of {one.places[chunk].path[:200]}",
+                    "the metadata is damaged, or of another save; copy the checkpoint again",
+                )
 
     def _open(self, relative: str, name: str) -> LocalFile:
         path = self.folder / relative

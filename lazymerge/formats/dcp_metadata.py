@@ -37,6 +37,7 @@ from lazymerge.files.local import LocalFile
 from lazymerge.formats.stacks import check_boxes
 
 MAX_METADATA = 1 << 30  # bytes; a hundred thousand chunks take 15 to 30 million
+_LEAST_CHUNK = 16  # bytes of the file that a chunk takes at least, unless it is there by reference again
 _MAX_DIMS = 64
 _MAX_NUMBER = 1 << 63
 _COPY_AGAIN = "the file is truncated or overwritten; copy it again"
@@ -97,11 +98,16 @@ def read_metadata(file: LocalFile, wanted: Callable[[str], bool]) -> DcpMetadata
         else:
             raise _damaged(file, f"{_shown(name)} as a {kind[:100]}, which is neither tensor nor object")
     _add_places(file, storage, places, found.paths)
+    chunks = 0
     for name, of_chunks in places.items():
         if name in found.objects:
             found.objects[name] = of_chunks.get(None)
-        else:
-            found.tensors[name] = _tensor(file, name, entries[name].attrs(), of_chunks)
+            continue
+        attrs = entries[name].attrs()
+        chunks += len(attrs["chunks"]) if type(attrs.get("chunks")) is list else 0
+        if chunks * _LEAST_CHUNK > file.size:
+            raise _damaged(file, f"{chunks} chunks up to {_shown(name)}, which {file.size} bytes cannot hold")
+        found.tensors[name] = _tensor(file, name, attrs, of_chunks)
     return found
 
 

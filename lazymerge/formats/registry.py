@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Protocol
 
 from lazymerge.checkpoint import Checkpoint
-from lazymerge.errors import NotACheckpoint, SourceError
-from lazymerge.formats.locate import locate
+from lazymerge.errors import AmbiguousCheckpoint, NotACheckpoint, SourceError
+from lazymerge.formats.locate import POINTER, Located, locate, pointed_step, two_places
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,23 +67,51 @@ def open_checkpoint(sources: Sequence[str | os.PathLike[str]], options: OpenOpti
     for path in paths:
         _check_readable(path)
     known_formats = formats()
+    located: dict[str, list[Located | None]] = {}
+    other_component: list[NotACheckpoint] = []
     for known in known_formats:
-        located = [locate(path, options.component, known.recognises) for path in paths]
-        if all(located):
-            places = [place for place in located if place is not None]
-            checkpoint = known.open([place.path for place in places], options)
-            notes = tuple(note for place in places for note in place.notes)
-            return checkpoint.with_notes(*notes).with_sidecars(*paths)
-    unknown = next((path for path in paths if not _is_known(path, known_formats, options)), paths[0])
-    raise NotACheckpoint(
-        f"{unknown}: {_described(unknown)}",
+        try:
+            located[known.name] = [locate(path, options.component, known.recognises) for path in paths]
+        except NotACheckpoint as error:
+            located[known.name] = [None] * len(paths)
+            other_component.append(error)
+    fitting = [known for known in known_formats if all(located[known.name])]
+    if len(fitting) > 1:
+        raise _two_formats(paths[0], {known.name: located[known.name][0] for known in fitting})
+    for known in fitting:
+        places = [place for place in located[known.name] if place is not None]
+        checkpoint = known.open([place.path for place in places], options)
+        notes = tuple(note for place in places for note in place.notes)
+        return checkpoint.with_notes(*notes).with_sidecars(*paths)
+    if other_component:
+        raise other_component[0]
+    strange = [path for path, *places in zip(paths, *located.values(), strict=True) if not any(places)]
+    raise _unknown(strange[0] if strange else paths[0], known_formats)
+
+
+def _two_formats(source: Path, places: dict[str, Located | None]) -> AmbiguousCheckpoint:
+    """The error that a path is a checkpoint of two formats."""
+    (name, at), (other, there), *_ = ((name, place.path) for name, place in places.items() if place)
+    if at == there:
+        return AmbiguousCheckpoint(
+            f"{at}: holds two checkpoints, of {name} and of {other}",
+            "move away the one not to be merged, or give its file itself if it is one",
+        )
+    deepest = max(at, there, key=lambda path: len(path.parts))
+    return two_places(source, f"that of {name} in {at}", f"that of {other} in {there}", deepest)
+
+
+def _unknown(path: Path, known_formats: Sequence[Format]) -> NotACheckpoint:
+    """The error that no format knows a path."""
+    problem = f"{path}: {_described(path)}"
+    step = pointed_step(path) if path.is_dir() else None
+    if step is not None:
+        problem = f"{path / POINTER}: names {step}, which is {_described(step)}"
+    return NotACheckpoint(
+        problem,
         "looked here, in the run's step and in actor or critic for: "
-        + "; ".join(f"{known.looks_for} ({known.name})" for known in formats()),
+        + "; ".join(f"{known.looks_for} ({known.name})" for known in known_formats),
     )
-
-
-def _is_known(path: Path, known: Sequence[Format], options: OpenOptions) -> bool:
-    return any(locate(path, options.component, each.recognises) is not None for each in known)
 
 
 def sidecar_folders(paths: Sequence[Path], options: OpenOptions) -> tuple[Path, ...]:

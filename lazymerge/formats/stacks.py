@@ -18,10 +18,26 @@ from lazymerge.files.dtype import DType
 from lazymerge.files.region import Region
 from lazymerge.gather import Gather, Shards
 
-MAX_STACK = 1 << 20
-"""Tensors of the largest stack that is believed, and the most pieces that they may have together."""
+MAX_STACK = 1 << 19
+"""Tensors that the stacks of a checkpoint may hold together; the largest models have a tenth of it."""
 
 Index = tuple[int, ...]
+
+
+class Budget:
+    """How many tensors may still come out of the stacks of a checkpoint: a few bytes can claim any number."""
+
+    def __init__(self, limit: int = MAX_STACK) -> None:
+        self.left = limit
+
+    def take(self, name: str, count: int) -> None:
+        """Count tensors, or pieces of them; `UnsupportedCheckpoint` where they are more than any model's."""
+        self.left -= count
+        if self.left < 0:
+            raise UnsupportedCheckpoint(
+                f"{name}: stacks of more than {MAX_STACK} tensors, with those before it",
+                "the checkpoint is damaged, or written by something unknown; please report it",
+            )
 
 
 class Chunked(Protocol):
@@ -76,28 +92,24 @@ def check_boxes(name: str, shape: Shape, boxes: Sequence[Box]) -> None:
         )
 
 
-def unstack(name: str, tensor: Chunked, axes: int) -> dict[Index, Gather]:
+def unstack(name: str, tensor: Chunked, axes: int, budget: Budget) -> dict[Index, Gather]:
     """The tensors at every index of the first `axes` axes, which they do not have any more.
 
-    With no axes that is the whole tensor, at the index (). Raises `UnsupportedCheckpoint` for a stack
-    larger than any model's, or a tensor that has no such axes.
+    With no axes that is the whole tensor, at the index (). `budget` is that of all stacks together. Raises
+    `UnsupportedCheckpoint` for more than it has, a tensor that has no such axes, or a stack of nothing.
     """
     sizes = tensor.shape[:axes]
-    if len(sizes) < axes or max((math.prod(sizes), *sizes)) > MAX_STACK:
+    if len(sizes) < axes or (axes and 0 in tensor.shape):
         raise UnsupportedCheckpoint(
             f"{name}: a tensor of shape {tensor.shape}, expected {axes} leading axes for layers or experts,"
-            f" of {MAX_STACK} tensors at most",
+            " and elements in it",
             "the checkpoint is damaged, or written by something unknown; please report it",
         )
+    if axes:
+        budget.take(name, math.prod(sizes))
     members: dict[Index, list[int]] = {index: [] for index in product(*map(range, sizes))}
-    left = MAX_STACK + len(tensor.boxes)
     for chunk, box in enumerate(tensor.boxes):
-        left -= math.prod(box.shape[:axes])
-        if left < 0:
-            raise UnsupportedCheckpoint(
-                f"{name}: chunks that span more than {MAX_STACK} layers and experts",
-                "the checkpoint is damaged, or written by something unknown; please report it",
-            )
+        budget.take(name, math.prod(box.shape[:axes]) - 1)
         spans = zip(box.start[:axes], box.shape[:axes], strict=True)
         for index in product(*(range(at, at + size) for at, size in spans)):
             members[index].append(chunk)

@@ -19,11 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from lazymerge.boxes import Box, Shape
-from lazymerge.errors import DamagedFile, IncompleteCheckpoint, UnsupportedCheckpoint
+from lazymerge.errors import (
+    DamagedFile,
+    IncompleteCheckpoint,
+    InconsistentCheckpoint,
+    UnsupportedCheckpoint,
+)
 from lazymerge.files.dtype import DTYPES, DType
 from lazymerge.files.local import Descriptors, LocalFile
 from lazymerge.files.region import Region, contiguous_strides
-from lazymerge.formats.stacks import Index, unstack
+from lazymerge.formats.stacks import Budget, Index, unstack
 from lazymerge.gather import Gather
 
 ARRAY = ".zarray"
@@ -65,6 +70,7 @@ class ZarrFolder:
     def __init__(self, folder: Path, wanted: Callable[[str], bool]) -> None:
         self.folder = folder
         self._pool = Descriptors()
+        self._stacks = Budget()
         self.tensors: dict[str, ZarrTensor] = {}
         others, objects = [], []
         for path in sorted(path for path in folder.iterdir() if path.is_dir()):
@@ -75,6 +81,18 @@ class ZarrFolder:
             else:
                 others.append(path.name)
         self.others, self.objects = tuple(others), tuple(objects)
+        self._check_files()
+
+    def _check_files(self) -> None:
+        """Raise `InconsistentCheckpoint` where one file is there as two chunks."""
+        names: dict[int, LocalFile] = {}
+        for file in self.files:
+            other = names.setdefault(file.inode, file)
+            if other is not file:
+                raise InconsistentCheckpoint(
+                    f"{file.name}: the same file as {other.name}, where each chunk has its own",
+                    "copy the checkpoint again, without links",
+                )
 
     @property
     def files(self) -> list[LocalFile]:
@@ -87,7 +105,7 @@ class ZarrFolder:
 
     def unstacked(self, name: str, axes: int) -> dict[Index, Gather]:
         """The tensors at each index of the first `axes` axes (lazymerge.formats.stacks)."""
-        return unstack(name, self.tensors[name], axes)
+        return unstack(name, self.tensors[name], axes, self._stacks)
 
 
 class ZarrTensor:

@@ -26,6 +26,7 @@ from lazymerge.files.dtype import DTYPES
 from lazymerge.files.inert_pickle import Global, Record
 from lazymerge.files.local import LocalFile
 from lazymerge.files.torch_file import Storage, StoredTensor, is_torch_file, read_torch_file
+from lazymerge.files.zip_directory import fingerprint
 
 FORMATS = pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
 TYPES = [
@@ -36,6 +37,7 @@ TYPES = [
 
 
 def save(path: Path, value: Any, zipped: bool = True, **options: Any) -> LocalFile:
+    path.parent.mkdir(exist_ok=True)
     torch.save(value, path, _use_new_zipfile_serialization=zipped, **options)
     return LocalFile(path)
 
@@ -547,3 +549,52 @@ def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
         read_torch_file(LocalFile(tmp_path / "a.pt", file.pool))
     file.pool.close()
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+@pytest.mark.parametrize("bit", range(12))
+@pytest.mark.parametrize("alignment", [64, 4])
+def test_a_bit_of_the_length_of_an_extra_field(tmp_path: Path, bit: int, alignment: int) -> None:
+    """It shifts the data, which may be all zeros: an extra field of as many empty parts."""
+    path = tmp_path / "a.pt"
+    from torch.utils.serialization import config
+
+    old, config.save.storage_alignment = config.save.storage_alignment, alignment
+    try:
+        torch.save([torch.zeros(9000, dtype=torch.uint8)], path)
+    finally:
+        config.save.storage_alignment = old
+    data = bytearray(path.read_bytes())
+    name = data.index(b"a/data/0")
+    data[name - 2 + bit // 8] ^= 1 << bit % 8
+    refused(write(path, bytes(data)), DamagedFile, "record 'a/data/0'")
+
+
+def test_a_zip_without_descriptors_and_with_gaps(tmp_path: Path) -> None:
+    """What other tools write: an extra field has to be one, where the data does not reach to what follows."""
+    pickled, values = tensor_pickle(), bytes(range(24))
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as zipped:
+        zipped.writestr("a/data.pkl", pickled)
+        info = zipfile.ZipInfo("a/data/0")
+        info.extra = struct.pack("<HH6s", 0x4246, 6, b"filler")
+        zipped.writestr(info, values)
+        zipped.fp.write(b"gap of another tool")  # type: ignore[union-attr]
+        zipped.start_dir = zipped.fp.tell()  # type: ignore[union-attr, attr-defined]
+    good = out.getvalue()
+    assert contents(read_torch_file(write(tmp_path / "a.pt", good))) == values
+    data = bytearray(good)
+    data[good.index(b"a/data/0") - 2] ^= 1
+    refused(write(tmp_path / "a.pt", bytes(data)), DamagedFile, "does not start at byte")
+
+
+def test_the_fingerprint_of_a_file_is_that_of_its_content(tmp_path: Path) -> None:
+    one = fingerprint(save(tmp_path / "1" / "a.pt", [torch.ones(5)]))
+    assert one is not None
+    assert one == fingerprint(save(tmp_path / "2" / "a.pt", [torch.ones(5)]))
+    assert one != fingerprint(save(tmp_path / "3" / "a.pt", [torch.zeros(5)]))
+    assert fingerprint(save(tmp_path / "4" / "a.pt", [torch.ones(5)], zipped=False)) is None
+    torch.serialization.set_crc32_options(False)
+    try:
+        assert fingerprint(save(tmp_path / "5" / "a.pt", [torch.ones(5)])) is None
+    finally:
+        torch.serialization.set_crc32_options(True)

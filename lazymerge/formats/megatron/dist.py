@@ -61,7 +61,7 @@ def read_dist(folder: Path) -> Found:
     store = read_zarr(folder, _is_weight) if holds_zarr(folder) else read_dcp(folder, _is_weight)
     _refuse_without_model(folder, store)
     found = Found(left_out=_left_out((*store.others, *store.objects)))
-    found.settings = _settings(folder, store, found.files)
+    found.settings = _settings(folder, store, found)
     found.topology = _topology(store, found.settings)
     origins: dict[str, str] = {}
     for key in store.tensors:
@@ -126,18 +126,21 @@ def _left_out(names: Iterable[str]) -> dict[str, str]:
 # ------------------------------------------------------------------------- the trainer's arguments
 
 
-def _settings(folder: Path, store: DcpFolder | ZarrFolder, files: list[LocalFile]) -> dict[str, Any]:
-    """The trainer's arguments, from where they were recorded first; {} if nowhere. Notes opened `files`."""
+def _settings(folder: Path, store: DcpFolder | ZarrFolder, found: Found) -> dict[str, Any]:
+    """The trainer's arguments, from where they were recorded first; {} if nowhere.
+
+    Adds the files that it opens, and the iteration that is recorded beside the arguments, to `found`.
+    """
     if (folder / COMMON).is_file():
-        files.append(LocalFile(folder / COMMON))
-        args = _args_in(files[-1].name, read_torch_file(files[-1]))
+        found.files.append(LocalFile(folder / COMMON))
+        args = _args_in(found.files[-1].name, read_torch_file(found.files[-1]), found)
         if args is not None:
             return settings_of(args)
     if isinstance(store, DcpFolder):
         if _COMMON_OBJECT in store.objects:
             value = store.load_object(_COMMON_OBJECT)
             where = f"{_COMMON_OBJECT} in {folder}"
-            args = _args_in(where, value[0] if isinstance(value, list) and value else value)
+            args = _args_in(where, value[0] if isinstance(value, list) and value else value, found)
             if args is not None:
                 return settings_of(args)
         if _ARGS_OBJECT in store.objects:
@@ -145,10 +148,11 @@ def _settings(folder: Path, store: DcpFolder | ZarrFolder, files: list[LocalFile
     return read_run_config(folder / RUN_CONFIG) if (folder / RUN_CONFIG).is_file() else {}
 
 
-def _args_in(where: str, common: object) -> object:
+def _args_in(where: str, common: object, found: Found) -> object:
     """The arguments in the dict of what all ranks have in common; None if it has none."""
     if not isinstance(common, dict):
         raise DamagedFile(f"{where}: no dict of what all ranks have in common", "copy the checkpoint again")
+    found.iteration = common.get("iteration")
     args = common.get("args")
     return args if isinstance(args, Record | dict) else None
 

@@ -26,6 +26,7 @@ from lazymerge.files.torch_file import StoredTensor
 from lazymerge.formats.megatron.grid import Sizes, size
 from lazymerge.formats.megatron.joining import check_alike, join_fc1, without_interleave
 from lazymerge.formats.megatron.settings import is_gated
+from lazymerge.formats.stacks import Budget
 from lazymerge.gather import Gather, cat, of_region
 
 MAX_EXPERTS = 1 << 16  # of a layer; a hostile file can say any number
@@ -52,9 +53,11 @@ class Experts:
     """Collects the experts' tensors of all ranks of a chunk, and joins them.
 
     `add` takes what is an expert's, by the rank that holds it, each (expert, expert tensor) rank once.
+    `stacks` is what may come out of tensors of several experts, in all chunks together.
     """
 
-    def __init__(self, settings: Mapping[str, Any], sizes: Sizes) -> None:
+    def __init__(self, settings: Mapping[str, Any], sizes: Sizes, stacks: Budget) -> None:
+        self._stacks = stacks
         self._settings = settings
         self._sizes = sizes
         block = size(settings, "moe_mlp_glu_interleave_size", None)
@@ -78,7 +81,7 @@ class Experts:
         kind = self.kind(name)
         assert kind is not None, name
         first = None
-        for local, part in self._single(name, kind, of_region(tensor.region())):
+        for local, part in self._single(name, kind, tensor):
             ranks = self._parts.setdefault(kind, {}).setdefault((ep, local), {})
             if etp in ranks:
                 raise InconsistentCheckpoint(
@@ -111,8 +114,9 @@ class Experts:
                     )
                 yield name, self._join(kind, name, parts, experts)
 
-    def _single(self, name: str, kind: Kind, whole: Gather) -> Iterator[tuple[int, Gather]]:
+    def _single(self, name: str, kind: Kind, tensor: StoredTensor) -> Iterator[tuple[int, Gather]]:
         """The single experts in a tensor, with their numbers on the rank and fc1 as [gate; up]."""
+        whole = of_region(tensor.region())
         if match := _SEQUENTIAL.fullmatch(name):
             yield int(match[2]), whole
             return
@@ -128,6 +132,20 @@ class Experts:
             )
         if stacked.shape[0] > MAX_EXPERTS:
             raise UnsupportedCheckpoint(f"{name}: {stacked.shape[0]} experts in a layer", _DAMAGED)
+        said = expert_count(self._settings)
+        if said is not None and stacked.shape[0] != -(-said // self._sizes.ep):
+            raise InconsistentCheckpoint(
+                f"{name}: of shape {whole.shape}, which is not that of {said} experts (num_experts) over"
+                f" {self._sizes.ep} expert ranks",
+                _DAMAGED,
+            )
+        if stacked.nbytes > tensor.storage.nbytes:
+            raise InconsistentCheckpoint(
+                f"{name}: of shape {whole.shape}, {stacked.nbytes} bytes, and only {tensor.storage.nbytes} of"
+                " them in the file, repeated",
+                _DAMAGED,
+            )
+        self._stacks.take(name, stacked.shape[0])
         for local in range(stacked.shape[0]):
             yield local, self._plain(name, kind, stacked.select(0, local))
 

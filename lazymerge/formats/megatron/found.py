@@ -19,12 +19,14 @@ def _no_copies() -> Iterator[Copy]:
 class Found:
     """The tensors of a checkpoint under canonical names (lazymerge.formats.megatron), unread.
 
-    `settings` are the trainer's arguments as plain values, empty where it recorded none; `left_out`
-    says of what is in the files and no weight of the model why it is not among the gathers.
+    `settings` are the trainer's arguments as plain values, empty where it recorded none, `iteration` the
+    number of the step that it recorded; `left_out` says of what is in the files and no weight of the model
+    why it is not among the gathers.
     """
 
     gathers: dict[str, Gather] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
+    iteration: object = None
     topology: Topology = field(default_factory=Topology)
     notes: list[Note] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lazymerge.errors import IncompleteCheckpoint, UnsupportedCheckpoint
+from lazymerge.errors import AmbiguousCheckpoint, IncompleteCheckpoint, UnsupportedCheckpoint
 from lazymerge.files.inert_pickle import Record
 from lazymerge.files.local import LocalFile
 from lazymerge.files.torch_file import StoredTensor, read_torch_file
@@ -43,8 +43,8 @@ class RankFile:
 def read_rank_file(file: LocalFile) -> RankFile:
     """The model in one file, unread.
 
-    Raises `UnsupportedCheckpoint` for what holds none, or holds what is no plain tensor, and
-    `IncompleteCheckpoint` for a gap in the numbers of its chunks.
+    Raises `UnsupportedCheckpoint` for what holds none, or holds what is no plain tensor,
+    `AmbiguousCheckpoint` for two models and `IncompleteCheckpoint` for a gap in the numbers of its chunks.
     """
     state = read_torch_file(file)
     if not isinstance(state, dict):
@@ -58,8 +58,6 @@ def read_rank_file(file: LocalFile) -> RankFile:
 
 
 def _chunk_keys(file: LocalFile, state: dict[Any, Any]) -> list[str]:
-    if isinstance(state.get("model"), dict):
-        return ["model"]
     numbers = sorted(
         int(key[5:])
         for key, value in state.items()
@@ -68,6 +66,13 @@ def _chunk_keys(file: LocalFile, state: dict[Any, Any]) -> list[str]:
         and key[5:].isdecimal()
         and isinstance(value, dict)
     )
+    if isinstance(state.get("model"), dict):
+        if numbers:
+            raise AmbiguousCheckpoint(
+                f"{file.path}: holds two models, model and model{numbers[0]}",
+                "save again with one of them: model, or model0 and on for virtual stages",
+            )
+        return ["model"]
     if not numbers:
         raise UnsupportedCheckpoint(
             f"{file.path}: holds no model (found {', '.join(str(key)[:40] for key in list(state)[:8])})",

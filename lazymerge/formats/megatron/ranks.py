@@ -20,6 +20,7 @@ from lazymerge.checkpoint import Copy, Note, Topology
 from lazymerge.errors import IncompleteCheckpoint, InconsistentCheckpoint
 from lazymerge.files.local import Descriptors, LocalFile
 from lazymerge.files.torch_file import StoredTensor
+from lazymerge.formats.megatron.evidence import check_alike, check_distinct, check_order, check_ranks
 from lazymerge.formats.megatron.experts import Experts
 from lazymerge.formats.megatron.found import Found
 from lazymerge.formats.megatron.grid import (
@@ -36,27 +37,12 @@ from lazymerge.formats.megatron.grid import (
 from lazymerge.formats.megatron.joining import Joiner
 from lazymerge.formats.megatron.names import HEAD_COPY, layer_of, with_layer
 from lazymerge.formats.megatron.rank_file import RankFile, read_rank_file
+from lazymerge.formats.stacks import Budget
 from lazymerge.gather import Gather, of_region
 
 __all__ = ["holds_ranks", "read_ranks"]
 
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-_ALIKE = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "num_experts",
-    "padded_vocab_size",
-    "untie_embeddings_and_output_weights",
-    "swiglu",
-)
-"""Arguments that are the same for all ranks of a run."""
 
 
 def read_ranks(folder: Path) -> Found:
@@ -71,20 +57,24 @@ def read_ranks(folder: Path) -> Found:
     first = next(iter(files.values()), None)
     settings = first.settings if first else {}
     sizes, places = places_of(folder, files, settings)
-    for file in files.values():
-        _check_alike(first or file, file)
+    notes = [note for file in files.values() if (note := check_alike(first or file, file)) is not None]
     check_complete(folder, places.values(), sizes)
-    model = _Model(settings, sizes, {places[numbers]: file for numbers, file in files.items()})
+    placed = {places[numbers]: file for numbers, file in files.items()}
+    known = check_ranks(placed, sizes)
+    model = _Model(settings, sizes, placed)
     model.read()
+    if not known:
+        check_distinct(placed, model.sharded, model.with_experts)
     return Found(
         gathers=model.gathers,
         settings=settings,
+        iteration=first.iteration if first else None,
         topology=Topology(
             len(files),
             tuple(range(len(files))),
             tuple(axis for axis in (("tp", sizes.tp), ("pp", sizes.pp), ("ep", sizes.ep)) if axis[1] > 1),
         ),
-        notes=[] if settings else [_no_arguments(folder, sizes)],
+        notes=[*notes[:1], *([] if settings else [_no_arguments(folder, sizes)])],
         left_out=model.left_out,
         copies=model.copies,
         files=[file.file for file in files.values()],
@@ -105,9 +95,12 @@ class _Model:
     def __init__(self, settings: dict[str, Any], sizes: Sizes, files: dict[Place, RankFile]) -> None:
         self.gathers: dict[str, Gather] = {}
         self.left_out: dict[str, str] = {}
+        self.sharded: set[Place] = set()  # ranks that hold parts of tensors which the tensor ranks divide
+        self.with_experts: set[Place] = set()
         self._settings = settings
         self._sizes = sizes
         self._files = files
+        self._stacks = Budget()
         self._copies: list[_Copies] = []
         self._layers = {"decoder": 0, "mtp": 0}  # in the chunks before
         self._shared: dict[str, list[StoredTensor]] = {}  # embeddings and output layer: their ranks' parts
@@ -117,9 +110,10 @@ class _Model:
         chunks = self._chunk_count()
         for file in self._files.values():
             self.left_out.update(file.left_out)
-        for virtual in range(chunks):
-            for pp in range(self._sizes.pp):
-                self._read_chunk(pp, virtual)
+        order = [(pp, virtual) for virtual in range(chunks) for pp in range(self._sizes.pp)]
+        check_order(self._folder, [(_chunk(*at), self._names(*at)) for at in order])
+        for pp, virtual in order:
+            self._read_chunk(pp, virtual)
         said, found = size(self._settings, "num_layers", None), self._layers["decoder"]
         if said is not None and found != said:
             kind = IncompleteCheckpoint if found < said else InconsistentCheckpoint
@@ -152,17 +146,23 @@ class _Model:
                 )
         return expected
 
+    def _stage(self, pp: int) -> list[tuple[Place, RankFile]]:
+        return [(place, self._files[place]) for place in sorted(self._files) if place.pp == pp]
+
+    def _names(self, pp: int, virtual: int) -> dict[str, None]:
+        """The names in a chunk, on any of its ranks."""
+        return dict.fromkeys(name for _, file in self._stage(pp) for name in file.chunks[virtual])
+
     def _read_chunk(self, pp: int, virtual: int) -> None:
-        ranks = [(place, self._files[place]) for place in sorted(self._files) if place.pp == pp]
-        names = dict.fromkeys(name for _, file in ranks for name in file.chunks[virtual])
-        renamed = self._numbered(names, f"chunk {virtual} of pipeline rank {pp}")
+        names = self._names(pp, virtual)
+        renamed = self._numbered(names, _chunk(pp, virtual))
         tensors: dict[str, dict[Place, StoredTensor]] = {renamed[name]: {} for name in names}
-        for place, file in ranks:
+        for place, file in self._stage(pp):
             for name, tensor in file.chunks[virtual].items():
                 tensors[renamed[name]][place] = tensor
         shapes = {name: next(iter(parts.values())).shape for name, parts in tensors.items()}
         joiner = Joiner(self._settings, shapes)
-        experts = Experts(self._settings, self._sizes)
+        experts = Experts(self._settings, self._sizes, self._stacks)
         for name, parts in tensors.items():
             if Experts.kind(name) is not None:
                 self._add_experts(experts, name, parts)
@@ -211,11 +211,14 @@ class _Model:
         if joined.same:
             for other in ordered[1:]:
                 self._copy(name, ordered[0], other)
+        elif len(ordered) > 1:
+            self.sharded.update(ranks)
         for part, gather in joined.tensors.items():
             self._put(part, gather)
 
     def _add_experts(self, experts: Experts, name: str, ranks: dict[Place, StoredTensor]) -> None:
         used: dict[tuple[int, int], tuple[str, StoredTensor]] = {}
+        self.with_experts.update(ranks)
         for place, tensor in ranks.items():
             key = (place.ep, expert_tensor_rank(place.tp, self._sizes))
             if key in used:
@@ -259,20 +262,8 @@ class _Model:
         self.gathers[name] = gather
 
 
-def _check_alike(first: RankFile, file: RankFile) -> None:
-    """Refuse files of different runs or steps."""
-    for name in _ALIKE:
-        one, other = first.settings.get(name), file.settings.get(name)
-        if one != other:
-            raise InconsistentCheckpoint(
-                f"{file.file.path}: args say {name} = {other}, and {one} in {first.file.path}",
-                "the files belong to different runs; collect those of one",
-            )
-    if first.iteration != file.iteration:
-        raise InconsistentCheckpoint(
-            f"{file.file.path}: of iteration {file.iteration}, and {first.file.path} of {first.iteration}",
-            "the files belong to different saves; collect those of one",
-        )
+def _chunk(pp: int, virtual: int) -> str:
+    return f"chunk {virtual} of pipeline rank {pp}"
 
 
 def _no_arguments(folder: Path, sizes: Sizes) -> Note:
