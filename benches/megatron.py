@@ -48,6 +48,8 @@ def megatron(settings: Settings) -> list[Row]:
             roads.merge(source, *config),
             roads.merge(source, *config, "--no-check", name=roads.MERGE_UNCHECKED),
         ]
+        if place.name != "shm":
+            ways.insert(1, roads.cp_sync(source))
         rows += measured(settings, place, recipe, source, ways)
         remove(place.folder / recipe.name)
     return rows

@@ -126,6 +126,11 @@ def _found(results: Results) -> Iterable[tuple[str, str, Found]]:
         "at most 1.3 x",
         _ratios(casts, roads.MERGE, roads.PLAIN_THREADS, 1.3),
     )
+    yield (
+        "the same with the flush that a merge ends with",
+        "",
+        _ratios(casts, roads.MERGE, roads.PLAIN_SYNC, 1.3),
+    )
     yield "row-parallel shards against contiguous ones: rate", "at least half", _rates(cut)
     converted = results.get("megatron", [])
     for road, how in ((roads.MERGE, ""), (roads.MERGE_UNCHECKED, ", without the check of names and shapes")):
@@ -133,6 +138,11 @@ def _found(results: Results) -> Iterable[tuple[str, str, Found]]:
             f"4.4 GB from Megatron (TP=4, PP=2): time against `cp -r`{how}",
             "at most 1.5 x",
             _ratios(converted, road, roads.CP, 1.5),
+        )
+        yield (
+            f"the same against `cp -r` and the flush that a merge ends with{how}",
+            "",
+            _ratios(converted, road, roads.CP_SYNC, 1.5),
         )
         peaks = [(row.place, peak(row.runs) / 1e6) for row in converted if row.road == road]
         yield (

@@ -6,15 +6,14 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lazymerge.checkpoint import Checkpoint, Note
-from lazymerge.conversions.architecture import Architecture, check, expected, why_unknown
-from lazymerge.conversions.backfill import backfilled, note_lacking
-from lazymerge.conversions.megatron.convert import convert
-from lazymerge.conversions.megatron.families import is_file, load_family
 from lazymerge.conversions.megatron.mapping import parse_mapping
 from lazymerge.errors import PlanError
+
+if TYPE_CHECKING:  # what a merge of FSDP does not need is not imported for it
+    from lazymerge.conversions.architecture import Architecture
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +30,9 @@ class HubOptions:
 
     def identity(self) -> dict[str, Any]:
         """What decides the bytes of the result: the contents of the files that are named, not their paths."""
-        family = Path(self.family) if self.family is not None else None
         return {
             "family": self.family,
-            "family_file": _hash(family) if family is not None and is_file(family) else None,
+            "family_file": _hash(self.family),
             "param_mapping": parse_mapping(self.param_mapping),
             "tie_word_embedding": self.tie_word_embedding,
             "is_value_model": self.is_value_model,
@@ -55,8 +53,12 @@ class HubOptions:
         return [flag for flag, given in flags.items() if given]
 
 
-def _hash(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def _hash(family: str | None) -> str | None:
+    """Of the file that a family is in, if it is in one."""
+    try:
+        return None if family is None else hashlib.sha256(Path(family).read_bytes()).hexdigest()
+    except (OSError, ValueError):  # a name of a family, or of nothing
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,9 @@ def to_hub(
                 "leave it away",
             )
         return Hub(checkpoint)
+    from lazymerge.conversions.megatron.convert import convert
+    from lazymerge.conversions.megatron.families import load_family
+
     architecture = _architecture(config, options, code)  # before the conversion imports torch
     converted = convert(
         checkpoint,
@@ -104,6 +109,8 @@ def to_hub(
 def _architecture(
     config: Mapping[str, Any] | None, options: HubOptions, code: Path | None
 ) -> Architecture | None:
+    from lazymerge.conversions.architecture import expected
+
     wanted = options.check or options.force_shape_match
     return expected(config, code=code) if wanted and config is not None else None
 
@@ -137,6 +144,9 @@ def _checked(
     config: Mapping[str, Any],
     options: HubOptions,
 ) -> Checkpoint:
+    from lazymerge.conversions.architecture import check, why_unknown
+    from lazymerge.conversions.backfill import backfilled, note_lacking
+
     if architecture is None and options.force_shape_match:
         raise PlanError(
             f"--force-shape-match: there are no shapes to match: {why_unknown(config)}",

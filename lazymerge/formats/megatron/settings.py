@@ -18,8 +18,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
-
 from lazymerge.errors import DamagedFile, UnsupportedCheckpoint
 from lazymerge.files.dtype import DTYPES, DType
 from lazymerge.files.inert_pickle import Global, Record
@@ -72,8 +70,16 @@ def read_run_config(path: Path) -> dict[str, Any]:
             f"{path}: {file.size} bytes, where {MAX_RUN_CONFIG} are read at most",
             "check that it is the run_config.yaml that Megatron-Bridge wrote",
         )
+    import yaml  # type: ignore[import-untyped] # which no other checkpoint needs
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """``yaml.safe_load`` without merge keys, a few bytes of which can make millions of values."""
+
+        def flatten_mapping(self, node: object) -> None:
+            """Leave ``<<`` as it is, which no value can be made of: an error."""
+
     try:
-        config = yaml.load(file.read(0, file.size), Loader=_Loader)
+        config = yaml.load(file.read(0, file.size), Loader=Loader)
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError, TypeError) as error:
         first = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise DamagedFile(
@@ -99,13 +105,6 @@ def is_gated(settings: Mapping[str, Any]) -> bool | None:
     if any(value is True for value in said):
         return True
     return False if any(value is False for value in said) else None
-
-
-class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """``yaml.safe_load`` without merge keys, a few bytes of which can make millions of values."""
-
-    def flatten_mapping(self, node: object) -> None:
-        """Leave ``<<`` as it is, which no value can be made of: an error."""
 
 
 _OTHER = object()
