@@ -121,11 +121,11 @@ def _resident(pid: int) -> tuple[int, int]:
 def _children(pid: int) -> list[int]:
     """The processes that any of its threads has started."""
     found: list[int] = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            found += map(int, path.read_text().split())
-        except OSError:
-            continue
+    try:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+    except OSError:  # a thread, or all of it, has just ended
+        pass
     return found
 
 
