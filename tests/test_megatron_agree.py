@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 import lazymerge
@@ -18,6 +19,7 @@ from tests.checks import assert_same_model, refused
 from tests.makers.megatron_files import megatron_run, write_torch
 from tests.makers.megatron_inverse import to_megatron
 from tests.makers.megatron_models import ask_here, original
+from tests.makers.megatron_shards import Parallel
 
 SAMPLES = Path(__file__).parent / "data" / "megatron"
 QWEN2 = SAMPLES / "td_te_qwen2_tp2pp2"  # 4 heads, 2 groups, of 8 rows; 120 words in 256 rows
@@ -278,3 +280,35 @@ def test_sizes_of_a_part_that_are_its_class_s():
         "vision_config": {"num_heads": 2},
         "vocab_size": 5,
     }
+
+
+@pytest.fixture
+def gated(tmp_path):
+    """A checkpoint of two tensor ranks, with a tensor in it that nobody knows; and the model's own folder."""
+    base = original("llama", tmp_path / "base")
+    step = megatron_run(tmp_path / "run", lambda step: write_torch(step, to_megatron(base), Parallel(tp=2)))
+    for path in step.rglob("model_optim_rng.pt"):
+        state = torch.load(path, weights_only=False)
+        state["model"][GATE] = torch.ones(8, 4)
+        torch.save(state, path)
+    return step, base.folder
+
+
+GATE = "decoder.layers.0.self_attention.gate.weight"
+
+
+def test_a_tensor_that_no_rule_knows_can_be_left_out(gated, tmp_path):
+    src, hf = gated
+    with refused(UnsupportedCheckpoint, GATE, "--param-mapping", dst=tmp_path / "out"):
+        lazymerge.merge(src, tmp_path / "out", hf_config=hf)
+    mapping = "decoder.layers.{}.self_attention.gate.weight"
+    report = lazymerge.merge(src, tmp_path / "out", hf_config=hf, param_mapping=f"{mapping}:")
+    assert_same_model(tmp_path / "out", load_file(hf / "model.safetensors"))
+    assert GATE in report.left_out
+
+
+def test_its_parts_are_not_put_together_by_guess(gated, tmp_path):
+    src, hf = gated
+    with refused(UnsupportedCheckpoint, GATE, "2 tensor ranks", "their parts", dst=tmp_path / "out"):
+        mapping = "decoder.layers.{}.self_attention.gate.weight:gate.{}"
+        lazymerge.merge(src, tmp_path / "out", hf_config=hf, check=False, param_mapping=mapping)

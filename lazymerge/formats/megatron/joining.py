@@ -44,6 +44,10 @@ _SHARED_INTERLEAVE = ("moe_shared_expert_glu_interleave_size", "use_grouped_gemm
 _DAMAGED = "the files do not belong together, or the arguments in them were changed"
 
 
+class Unjoined(UnsupportedCheckpoint):
+    """A tensor whose name no rule knows, so that its parts cannot be put together."""
+
+
 @dataclass(frozen=True, slots=True)
 class Joined:
     """Tensors by name; `same` if the first rank's part is all of it and the others' are copies."""
@@ -89,10 +93,11 @@ class Joiner:
         if _FC1.search(name):
             fc2 = self._shapes.get(re.sub(r"\.linear_fc1\.\w+$", ".linear_fc2.weight", name))
             return Joined({name: join_fc1(name, parts, fc2, self._settings)})
-        raise UnsupportedCheckpoint(
+        raise Unjoined(
             f"{name}: saved by {len(parts)} tensor ranks, and it is not known how their parts of shape"
             f" {parts[0].shape} make up the tensor",
-            "save the checkpoint in the torch_dist format, which says so, or with one tensor rank",
+            "save the checkpoint in the torch_dist format, which says so, or leave the tensor out with"
+            f" --param-mapping {name}:",
         )
 
     def _number(self, name: str, parts: Sequence[Gather]) -> Joined:

@@ -12,10 +12,11 @@ of any sizes come out right, those with nothing but an embedding among them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lazymerge.boxes import Piece
 from lazymerge.checkpoint import Copy, Note, Topology
 from lazymerge.errors import IncompleteCheckpoint, InconsistentCheckpoint
 from lazymerge.files.local import Descriptors, LocalFile
@@ -34,11 +35,11 @@ from lazymerge.formats.megatron.grid import (
     rank_folders,
     size,
 )
-from lazymerge.formats.megatron.joining import Joiner
+from lazymerge.formats.megatron.joining import Joiner, Unjoined
 from lazymerge.formats.megatron.names import HEAD_COPY, layer_of, with_layer
 from lazymerge.formats.megatron.rank_file import RankFile, read_rank_file
 from lazymerge.formats.stacks import Budget
-from lazymerge.gather import Gather, of_region
+from lazymerge.gather import Gather, Shards, of_region
 
 __all__ = ["holds_ranks", "read_ranks"]
 
@@ -207,7 +208,12 @@ class _Model:
         ordered = [parts[tp] for tp in range(self._sizes.tp)]
         if self._is_copy(name, ordered):
             return
-        joined = joiner.join(name, [of_region(part.region()) for part in ordered])
+        regions = [of_region(part.region()) for part in ordered]
+        try:
+            joined = joiner.join(name, regions)
+        except Unjoined as error:  # refused where it is wanted: the user may leave it out
+            self._put(name, Shards(regions[0].shape, regions[0].dtype, _refusing(error)))
+            return
         if joined.same:
             for other in ordered[1:]:
                 self._copy(name, ordered[0], other)
@@ -264,6 +270,15 @@ class _Model:
 
 def _chunk(pp: int, virtual: int) -> str:
     return f"chunk {virtual} of pipeline rank {pp}"
+
+
+def _refusing(error: Unjoined) -> Callable[[], Iterable[Piece]]:
+    """Pieces of a tensor that cannot be put together: asking for them raises the error."""
+
+    def pieces() -> Iterable[Piece]:
+        raise error
+
+    return pieces
 
 
 def _no_arguments(folder: Path, sizes: Sizes) -> Note:
