@@ -16,11 +16,12 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from lazymerge.computation import bytes_read, computations, long_runs_from
 from lazymerge.errors import PlanError
 from lazymerge.files.dtype import DType
 from lazymerge.files.region import Region, contiguous_strides
 from lazymerge.fill import SCRATCH, fill
-from lazymerge.gather import Gather, bytes_read, computations, long_runs_from, of_region
+from lazymerge.gather import Gather, of_region
 from lazymerge.reshape import boxes_of_run
 
 _TYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}

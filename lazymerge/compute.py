@@ -20,80 +20,27 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
 from lazymerge.boxes import Box, Shape
+from lazymerge.computation import Computation, bytes_read, check_effort, computations, long_runs_from
 from lazymerge.elements import in_memory, raw_bytes, torch_dtype
 from lazymerge.errors import PlanError
 from lazymerge.files.dtype import DTYPES, DType
 from lazymerge.files.region import Region, contiguous_strides
 from lazymerge.fill import SCRATCH, fill, windows
-from lazymerge.gather import (
-    Computation,
-    Gather,
-    bytes_read,
-    check_effort,
-    computations,
-    long_runs_from,
-    of_region,
-)
+from lazymerge.gather import Gather, of_region
+from lazymerge.operators import Operand, aten, goes_by
 from lazymerge.reshape import boxes_of_run
 
 _ROWS_BLOCK = 4 << 20
 """Bytes of result and first operand that an operator by rows holds at a time, whatever the budget."""
 
 
-@dataclass(frozen=True, slots=True)
-class Operand:
-    """Stands in a computation's arguments for its operand of that number."""
-
-    index: int
-
-
-@functools.cache
-def _aten(name: str) -> Any:
-    packet, overload = name.split(".")
-    return getattr(getattr(torch.ops.aten, packet), overload)
-
-
-OPERATORS = {
-    "_to_copy.default": "elementwise",
-    "add.Tensor": "elementwise",
-    "sub.Tensor": "elementwise",
-    "mul.Tensor": "elementwise",
-    "div.Tensor": "elementwise",
-    "neg.default": "elementwise",
-    "rsub.Scalar": "elementwise",
-    "mm.default": "rows",
-    "bmm.default": "rows",
-    "mv.default": "rows",
-    "sum.dim_IntList": "reduced",  # by rows, unless the first dimension is reduced
-    "linalg_vector_norm.default": "reduced",
-    "sum.default": "whole",
-    "total": "elementwise",
-}
-"""What can be deferred, by ATen name, and how much of its operands a window needs.
-
-`total` is our own: its operands added up in their order, in the result's type, one at a time.
-"""
-
 _DEPTH = 8
 """Frames of the stack that an operator takes at most."""
-
-
-def _goes_by(op: str, args: tuple[Any, ...], kwargs: dict[str, Any], operand: Shape, result: Shape) -> str:
-    """ "elementwise", "rows" or "whole"."""
-    if OPERATORS[op] != "reduced":
-        return OPERATORS[op]
-    at = 2 if op.startswith("linalg") else 1
-    dims = args[at] if len(args) > at else kwargs.get("dim")
-    dims = [dims] if isinstance(dims, int) else dims
-    if not dims or not result or 0 in [dim % len(operand) for dim in dims]:
-        return "whole"
-    return "rows"
 
 
 Known = TypeVar("Known")
@@ -150,7 +97,7 @@ class Computed:
         self.shape = shape
         self.dtype = dtype
         self.checked = checked  # the tensor to name if a finite value overflows
-        self.by = _goes_by(op, args, kwargs, operands[0].shape, shape)
+        self.by = goes_by(op, args, kwargs, operands[0].shape, shape)
         self.depth = _DEPTH + max(operand.depth for operand in operands)
         self.steps = 1 + sum(operand.steps for operand in self._different())
         check_effort(self.depth, self.steps)
@@ -314,7 +261,7 @@ class Computed:
                 once[id(operand), box] = read(operand, box)
         blocks = [once[id(operand), box] for operand, box in zip(self.operands, needed, strict=True)]
         args = [blocks[arg.index] if isinstance(arg, Operand) else arg for arg in self.args]
-        result: torch.Tensor = _aten(self.op)(*args, **self.kwargs)
+        result: torch.Tensor = aten(self.op)(*args, **self.kwargs)
         if result.dtype != torch_dtype(self.dtype):
             raise PlanError(
                 f"{self.name}: gave {result.dtype}, expected {self.dtype}", "report it; the plan is wrong"

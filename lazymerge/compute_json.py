@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from lazymerge.boxes import Shape
-from lazymerge.compute import OPERATORS, Computed, Operand
+from lazymerge.compute import Computed
 from lazymerge.elements import dtype_of, torch_dtype
 from lazymerge.errors import PlanError
 from lazymerge.files.dtype import DTYPES, DType
 from lazymerge.gather import Gather
+from lazymerge.operators import OPERATORS, Operand
 
 
 def arguments_to_json(computed: Computed) -> dict[str, Any]:

@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lazymerge.boxes import Box, Shape
+from lazymerge.computation import LONG_RUN
 from lazymerge.files.region import Region, contiguous_strides
-from lazymerge.gather import LONG_RUN, Gather
+from lazymerge.gather import Gather
 
 SCRATCH = 1 << 20
 """Bytes of scratch that a worker of a merge reads strided pieces through."""

@@ -25,9 +25,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lazymerge.errors import InconsistentCheckpoint, OutputError
+from lazymerge.errors import OutputError
 from lazymerge.files.copying import Copier, write_error
 from lazymerge.files.local import LocalFile
+from lazymerge.journal import append, identity_of, is_file, listed, read_lines, refuse_changed
 from lazymerge.sidecars import is_sidecar
 
 STAGING = ".lazymerge"
@@ -63,12 +64,12 @@ class Destination:
         sources = {str(file.path.resolve()): file.identity for file in files}
         head = {"job": {**job, "sources": sorted(sources)}, "sources": sources}
         head = json.loads(json.dumps(head))  # as it is read again: tuples are lists there
-        lines = _read_lines(self._journal)
+        lines = read_lines(self._journal)
         if lines and lines[0].get("job") == head["job"]:
-            _refuse_changed(lines[0].get("sources", {}), head["sources"], self.staging)
+            refuse_changed(lines[0].get("sources", {}), head["sources"], self.staging)
             self.finished = {line["done"] for line in lines[1:] if self._is_finished(line)}
             self.complete = self._is_published(lines[-1].get("publishing"))
-            self._renamed = _listed(lines)
+            self._renamed = listed(lines)
             self._clear({"lock", self._journal.name, *self.finished})
             return
         if not self.overwrite:
@@ -76,7 +77,7 @@ class Destination:
         if self._journal.exists():
             self._journal.unlink()  # before what it lists
         self._clear({"lock"})
-        self._append(head)
+        append(self._journal, head)
 
     def _clear(self, kept: set[str]) -> None:
         """Remove what an earlier run began and did not finish: it takes space and is written anew."""
@@ -89,12 +90,12 @@ class Destination:
     def _is_finished(self, line: dict[str, Any]) -> bool:
         """Whether a file that the journal says is finished is there (staged, or already published)."""
         name = line.get("done")
-        return isinstance(name, str) and _is_file(self._place(name), line.get("identity"))
+        return isinstance(name, str) and is_file(self._place(name), line.get("identity"))
 
     def _is_published(self, identities: object) -> bool:
         """Whether all files have been renamed: none of them is staged, and those in the folder are they."""
         return isinstance(identities, dict) and not any(
-            (self.staging / name).exists() or not _is_file(self.folder / name, identity)
+            (self.staging / name).exists() or not is_file(self.folder / name, identity)
             for name, identity in identities.items()
         )
 
@@ -127,7 +128,7 @@ class Destination:
             _synced(fd, name)
         finally:
             os.close(fd)
-        self._append({"done": name, "identity": _identity(path)})
+        append(self._journal, {"done": name, "identity": identity_of(path)})
         self.finished.add(name)
 
     def write(self, name: str, content: bytes) -> None:
@@ -163,20 +164,11 @@ class Destination:
             Copier(target.fileno(), str(path)).copy(file, 0, 0, file.size)
             _synced(target.fileno(), str(path))
 
-    def _append(self, line: dict[str, Any]) -> None:
-        try:
-            with open(self._journal, "a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise write_error(error, str(self._journal), 0) from error
-
     # -------------------------------------------------------------------- the end
 
     def publish(self, names: Sequence[str]) -> None:
         """Rename the staged files into the folder in this order, after what they replace is gone."""
-        self._append({"publishing": {name: _identity(self._place(name)) for name in names}})
+        append(self._journal, {"publishing": {name: identity_of(self._place(name)) for name in names}})
         try:
             self._publish(names)
         except OSError as error:
@@ -199,7 +191,7 @@ class Destination:
                 if path.is_file() and known and not published:
                     path.unlink()
         for name, identity in self._renamed.items():  # a sidecar that the source no longer has
-            if name not in names and _is_file(self.folder / name, identity):
+            if name not in names and is_file(self.folder / name, identity):
                 (self.folder / name).unlink()
         sync_folder(self.staging)
         for name in names:
@@ -266,24 +258,7 @@ def _check_place(folder: Path, sources: Sequence[Path]) -> None:
 
 def _publishing(journal: Path) -> set[str]:
     """What an unfinished merge may have renamed into the folder: names of files and of folders there."""
-    return {name.partition("/")[0] for name in _listed(_read_lines(journal))}
-
-
-def _listed(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Name -> identity of all files that the journal says were to be renamed."""
-    listed = [line["publishing"] for line in lines if isinstance(line.get("publishing"), dict)]
-    return {name: identity for each in listed for name, identity in each.items()}
-
-
-def _identity(path: Path) -> list[int]:
-    """What tells a file from another of its name and size, before and after it is renamed."""
-    stat = path.stat()
-    return [stat.st_size, stat.st_mtime_ns, stat.st_ino]
-
-
-def _is_file(path: Path, identity: object) -> bool:
-    """Whether the file with this identity is there."""
-    return path.is_file() and _identity(path) == identity
+    return {name.partition("/")[0] for name in listed(read_lines(journal))}
 
 
 def _check_empty(folder: Path, known: Collection[str]) -> None:
@@ -308,7 +283,7 @@ def _tidy(folder: Path, made: Sequence[Path]) -> None:
     try:
         if staging.is_dir():
             names = {path.name for path in staging.iterdir()}
-            if names <= {"lock", JOURNAL} and len(_read_lines(staging / JOURNAL)) < 2:
+            if names <= {"lock", JOURNAL} and len(read_lines(staging / JOURNAL)) < 2:
                 shutil.rmtree(staging)
         for path in made:
             path.rmdir()
@@ -344,16 +319,6 @@ def _refuse_removed(fd: int, folder: Path) -> None:
         )
 
 
-def _refuse_changed(before: dict[str, Any], now: dict[str, Any], staging: Path) -> None:
-    for path in sorted({*before, *now}):
-        if before.get(path) != now.get(path):
-            raise InconsistentCheckpoint(
-                f"{path}: has changed since the unfinished merge in {staging.parent} read it"
-                f" (size, time and inode {before.get(path)}, now {now.get(path)})",
-                f"remove {staging} to start again from what is there now",
-            )
-
-
 def _size_ahead(fd: int, size: int, name: str) -> None:
     """Give the file its size, with the blocks for it where the file system can: a full disk is found now."""
     try:
@@ -381,21 +346,3 @@ def sync_folder(folder: Path) -> None:
         pass  # some network file systems have no fsync of folders
     finally:
         os.close(fd)
-
-
-def _read_lines(journal: Path) -> list[dict[str, Any]]:
-    """The journal's lines; the last one may be cut, and whatever is no JSON object ends it."""
-    lines: list[dict[str, Any]] = []
-    try:
-        text = journal.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return lines
-    for line in text.splitlines():
-        try:
-            content = json.loads(line)
-        except ValueError:
-            break
-        if not isinstance(content, dict):
-            break
-        lines.append(content)
-    return lines

@@ -13,12 +13,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from lazymerge.boxes import Piece, Shape
+from lazymerge.computation import Computation, bytes_read, computations, long_runs_from
 from lazymerge.errors import PlanError
 from lazymerge.files.dtype import DType
 from lazymerge.files.local import LocalFile
 from lazymerge.files.safetensors_file import safetensors_layout
 from lazymerge.files.torch_archive import Archive, torch_archive
-from lazymerge.gather import Computation, Gather, View, bytes_read, computations, long_runs_from
+from lazymerge.gather import Gather, View
 from lazymerge.tiling import check
 
 SMALLEST_RUN = 64 << 10

@@ -21,9 +21,11 @@ import torch
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map
 
-from lazymerge.compute import OPERATORS, Computed, Operand, cast, read, read_blocks
+from lazymerge.compute import Computed, cast, read, read_blocks
 from lazymerge.elements import dtype_of, in_memory, torch_dtype
 from lazymerge.gather import Gather, cat
+from lazymerge.moves import MOVES
+from lazymerge.operators import OPERATORS, Operand, aten
 
 log = logging.getLogger(__name__)
 
@@ -181,32 +183,13 @@ def _refuse_changing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 _RECORDED: dict[Any, Callable[..., Any]] = {}
 
-_Moves = Callable[..., Gather | list[Gather] | None]
 
-
-def _moves(*names: str) -> Callable[[_Moves], _Moves]:
-    """Register how ATen operators of these names change a gather; torch itself checks the arguments.
-
-    The rule is called with the gather of the first argument and the result's shape(s) on the meta
-    device, then the operator's arguments; None means that this call has to be materialized.
-    """
-
-    def register(rule: _Moves) -> _Moves:
-        def record(func: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
-            if not isinstance(source, LazyTensor):
-                return _materialized(func, (source, *args), kwargs)
-            shape = func(_meta(source), *args, **kwargs)
-            gather = rule(source.lazy_gather, shape, *args, **kwargs)
-            if gather is None:
-                return _materialized(func, (source, *args), kwargs)
-            return _wrap(gather, shape)
-
-        for name in names:
-            packet, overload = name.split(".")
-            _RECORDED[getattr(getattr(torch.ops.aten, packet), overload)] = record
-        return rule
-
-    return register
+def _record_move(func: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+    """The result of an operator of `MOVES`: torch checks the arguments, on the meta device."""
+    if not isinstance(source, LazyTensor) or any(isinstance(each, LazyTensor) for each in args):
+        return _materialized(func, (source, *args), kwargs)
+    shape = func(_meta(source), *args, **kwargs)
+    return _wrap(_RULES[func](source.lazy_gather, shape, *args, **kwargs), shape)
 
 
 def _wrap(gather: Gather | list[Gather], like: Any) -> Any:
@@ -220,117 +203,8 @@ def _meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-@_moves("detach.default", "alias.default", "clone.default", "lift_fresh.default")
-def _same(x: Gather, like: Any, **kwargs: Any) -> Gather:
-    return x
-
-
-@_moves(
-    "view.default",
-    "_unsafe_view.default",
-    "reshape.default",
-    "_reshape_alias.default",
-    "_reshape_copy.default",
-)
-def _view(x: Gather, like: torch.Tensor, *args: Any) -> Gather:
-    return x.view(tuple(like.shape))
-
-
-@_moves("permute.default")
-def _permute(x: Gather, like: torch.Tensor, dims: list[int]) -> Gather:
-    return x.permute([dim % len(x.shape) for dim in dims])
-
-
-@_moves("transpose.int")
-def _transpose(x: Gather, like: torch.Tensor, first: int, second: int) -> Gather:
-    dims = list(range(len(x.shape)))
-    if dims:
-        dims[first], dims[second] = dims[second], dims[first]
-    return x.permute(dims)
-
-
-@_moves("t.default")
-def _t(x: Gather, like: torch.Tensor) -> Gather:
-    return x.permute(range(len(x.shape))[::-1])
-
-
-@_moves("slice.Tensor")
-def _slice(
-    x: Gather,
-    like: torch.Tensor,
-    dim: int = 0,
-    start: int | None = None,
-    end: int | None = None,
-    step: int = 1,
-) -> Gather:
-    first, _, _ = slice(start, end, step).indices(x.shape[dim])
-    return x.narrow(dim % len(x.shape), first, like.shape[dim], step)
-
-
-@_moves("select.int")
-def _select(x: Gather, like: torch.Tensor, dim: int, index: int) -> Gather:
-    dim %= len(x.shape)
-    return x.select(dim, index % x.shape[dim])
-
-
-@_moves("index_select.default")
-def _index_select(x: Gather, like: torch.Tensor, dim: int, index: torch.Tensor) -> Gather | None:
-    if not x.shape or isinstance(index, LazyTensor):
-        return None
-    dim %= len(x.shape)
-    parts = [x.narrow(dim, *run) for run in _runs([int(i) for i in index.reshape(-1).tolist()], x.shape[dim])]
-    return cat(parts, dim) if parts else x.narrow(dim, 0, 0)
-
-
-def _runs(indices: list[int], limit: int) -> Iterator[tuple[int, int, int]]:
-    """(start, size, step) of the runs of equal positive steps in a list of indices."""
-    for index in indices:
-        if not 0 <= index < limit:
-            raise IndexError(f"index {index} is out of bounds for a dimension of size {limit}")
-    at = 0
-    while at < len(indices):
-        step = indices[at + 1] - indices[at] if at + 1 < len(indices) else 0
-        size = 1
-        while step > 0 and at + size < len(indices) and indices[at + size] - indices[at + size - 1] == step:
-            size += 1
-        yield indices[at], size, max(step, 1)
-        at += size
-
-
-@_moves("split.Tensor", "split_with_sizes.default")
-def _split(x: Gather, like: list[torch.Tensor], sizes: Any, dim: int = 0) -> list[Gather]:
-    dim %= len(x.shape)
-    parts, at = [], 0
-    for part in like:
-        parts.append(x.narrow(dim, at, part.shape[dim]))
-        at += part.shape[dim]
-    return parts
-
-
-@_moves("unbind.int")
-def _unbind(x: Gather, like: list[torch.Tensor], dim: int = 0) -> list[Gather]:
-    dim %= len(x.shape)
-    return [x.select(dim, index) for index in range(x.shape[dim])]
-
-
-@_moves("squeeze.default", "squeeze.dim", "squeeze.dims")
-def _squeeze(x: Gather, like: torch.Tensor, dims: Any = None) -> Gather:
-    rank = len(x.shape)
-    if dims is None:
-        dims = range(rank)
-    elif isinstance(dims, int):
-        dims = [dims]
-    return x.squeeze(dim % rank for dim in dims) if rank else x
-
-
-@_moves("unsqueeze.default")
-def _unsqueeze(x: Gather, like: torch.Tensor, dim: int) -> Gather:
-    return x.unsqueeze(dim % (len(x.shape) + 1))
-
-
-@_moves("expand.default")
-def _expand(x: Gather, like: torch.Tensor, size: list[int], implicit: bool = False) -> Gather:
-    return x.expand(tuple(like.shape))
+_RULES = {aten(name): rule for name, rule in MOVES.items()}
+_RECORDED.update(dict.fromkeys(_RULES, _record_move))
 
 
 def _concatenate(func: Any, tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:

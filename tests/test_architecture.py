@@ -771,3 +771,12 @@ def test_nothing_is_held_but_names(saved, here):
     found = built({**config, "vocab_size": 10**9, "hidden_size": 16})
     assert found.shapes["lm_head.weight"] == (10**9, 16)
     assert torch.get_default_device().type == "cpu"
+
+
+def test_only_what_the_loader_swaps_may_be_transposed():
+    shapes = {"experts.up": (4, 2, 3), "other.up": (4, 2, 3)}
+    model = module.Architecture("X", shapes, swappable=(r"experts\.",))
+    turned = {"experts.up": (4, 3, 2), "other.up": (4, 3, 2)}
+    assert module.differences(turned, model).misshapen == {"other.up": ((4, 3, 2), (4, 2, 3))}
+    cut = {"experts.up": (3, 3, 2), "other.up": (4, 2, 3)}
+    assert module.differences(cut, model).misshapen == {"experts.up": ((3, 3, 2), (4, 2, 3))}

@@ -653,6 +653,25 @@ def test_a_value_head_is_whole_on_every_rank(tmp_path: Path) -> None:
     assert found.gathers["output_layer.weight"].shape == (1, H)
 
 
+def test_an_output_layer_that_is_not_the_vocabularys_is_not_joined_by_guess(tmp_path: Path) -> None:
+    """A value head of two rows on each rank: two labels on all of them, or four over them."""
+    name = "output_layer.weight"
+    vocabulary = numbered(64, H)
+    found = joined(tmp_path / "words", {name: vocabulary.chunk(2)}, padded_vocab_size=64)
+    assert same(values(found)[name], vocabulary)
+    found = joined(tmp_path / "head", {name: (filled((2, H), 3),) * 2}, padded_vocab_size=64)
+    with pytest.raises(UnsupportedCheckpoint, match="how their parts"):
+        list(found.gathers[name].pieces())
+
+
+def test_a_value_head_of_a_model_that_was_tied_is_no_copy(tmp_path: Path) -> None:
+    args = {"pipeline_model_parallel_size": 2, "untie_embeddings_and_output_weights": False}
+    save(tmp_path, "mp_rank_00_000", arguments(**args, rank=0), chunk(0, first=True))
+    head = chunk(1, last=True) | {"output_layer.weight": filled((1, H), 3)}
+    save(tmp_path, "mp_rank_00_001", arguments(**args, rank=1), head)
+    assert same(values(read_ranks(tmp_path))["output_layer.weight"], filled((1, H), 3))
+
+
 def test_down_projections_are_sharded_or_whole_by_their_rows(tmp_path: Path) -> None:
     q, kv = numbered(4, H), numbered(6, H, start=100)
     ranks = {"q_lora_rank": 4, "kv_lora_rank": 4, "qk_pos_emb_head_dim": 2, "multi_latent_attention": True}
@@ -673,6 +692,8 @@ def test_down_projections_are_sharded_or_whole_by_their_rows(tmp_path: Path) -> 
         assert same(got[names["kv"]], kv)
     with pytest.raises(InconsistentCheckpoint, match="3 rows on each of 2 tensor ranks, expected 4"):
         joined(tmp_path, {names["q"]: (q[:3], q[:3])}, **ranks)
+    with pytest.raises(InconsistentCheckpoint, match="4 rows on each of 2 tensor ranks"):  # 1.5 and 2.5
+        joined(tmp_path, {fused: (numbered(4, H),) * 2}, **ranks | {"q_lora_rank": 3, "kv_lora_rank": 3})
     with pytest.raises(UnsupportedCheckpoint, match="q_lora_rank"):
         joined(tmp_path, {names["q"]: q.chunk(2)})
 

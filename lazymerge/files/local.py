@@ -8,6 +8,7 @@ file that is truncated under a mapping is a bus error, where a short `preadv` is
 from __future__ import annotations
 
 import os
+import stat
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
@@ -80,6 +81,29 @@ class Descriptors:
             del self._users[path]
 
 
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def refuse_no_file(path: Path) -> None:
+    """Raise `SourceError`, saying what it is, for what has the name of a file and is none."""
+    if path.is_file():
+        return
+    target = f"a link to {os.readlink(path)}" if path.is_symlink() else ""
+    if not path.exists():
+        raise SourceError(
+            f"{path}: is {target}, which is not there", "put the file itself there, or repair the link"
+        )
+    kind = _KINDS.get(stat.S_IFMT(path.stat().st_mode), "a special file")
+    what = f"{target}, {kind}" if target else kind
+    raise SourceError(f"{path}: is {what}, expected a file", "put the file itself there")
+
+
 class LocalFile:
     """One regular file, read by position; safe to share between threads.
 
@@ -91,16 +115,16 @@ class LocalFile:
 
     def __init__(self, path: Path, pool: Descriptors | None = None) -> None:
         try:
-            stat = os.stat(path)
+            found = os.stat(path)
         except OSError as error:
             raise SourceError(f"{path}: {error.strerror}", "check the path and its permissions") from None
         if not os.path.isfile(path):
             raise SourceError(f"{path}: not a regular file", "give a checkpoint file or folder")
         self.path = path
         self.pool = pool or Descriptors()
-        self.size = stat.st_size
-        self.mtime_ns = stat.st_mtime_ns
-        self.inode = stat.st_ino
+        self.size = found.st_size
+        self.mtime_ns = found.st_mtime_ns
+        self.inode = found.st_ino
         with self.opened():  # an unreadable file is found now, not after an hour
             pass
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,9 +24,8 @@ from lazymerge.errors import (
     DamagedFile,
     IncompleteCheckpoint,
     InconsistentCheckpoint,
-    SourceError,
 )
-from lazymerge.files.local import LocalFile
+from lazymerge.files.local import LocalFile, refuse_no_file
 
 _RANKED = (
     re.compile(r"model_world_size_(?P<world>\d{1,9})_rank_(?P<rank>\d{1,9})\.pt"),
@@ -38,13 +36,6 @@ _FULL = ("pytorch_model.bin", "model.pt", "pytorch_model_fsdp.bin", "pytorch_mod
 _FULL_SUFFIXES = (".pt", ".pth", ".bin")
 _CONFIG = "fsdp_config.json"
 _MAX_WORLD = 1 << 20
-_KINDS = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a named pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
 
 
 @dataclass(slots=True)
@@ -74,7 +65,7 @@ def holds_ranks(path: Path) -> bool:
         return bool(_rank_sets([path])) or _full_file(path) is not None
     if not path.exists():
         return False
-    _refuse_no_file(path)
+    refuse_no_file(path)
     return path.suffix in _FULL_SUFFIXES
 
 
@@ -146,26 +137,13 @@ def _rank_sets(paths: Iterable[Path]) -> list[RankSet]:
                 match = pattern.fullmatch(path.name)
                 if match is None:
                     continue
-                _refuse_no_file(path)
+                refuse_no_file(path)
                 names = match.groupdict()
                 size = int(names["world"]) if "world" in names else world
                 key = (kind, names.get("world") or names.get("set") or "")
                 found = sets.setdefault(key, RankSet(_readable(path.name, names), size))
                 _add(found, int(names["rank"]), path)
     return list(sets.values())
-
-
-def _refuse_no_file(path: Path) -> None:
-    """Something else under the name of a file is not a missing one: `SourceError` says what it is."""
-    if path.is_symlink() and not path.exists():
-        raise SourceError(
-            f"{path}: is a link to {path.readlink()}, which is not there",
-            "put the file itself there, or repair the link",
-        )
-    mode = path.stat().st_mode
-    if not stat.S_ISREG(mode):
-        kind = _KINDS.get(stat.S_IFMT(mode), "a special file")
-        raise SourceError(f"{path}: is {kind}, expected a file", "put the file itself there")
 
 
 def _readable(filename: str, names: dict[str, Any]) -> str:
@@ -195,7 +173,7 @@ def _full_file(folder: Path) -> Path | None:
             "give the file itself",
         )
     for path in found:
-        _refuse_no_file(path)
+        refuse_no_file(path)
     return found[0] if found else None
 
 
@@ -209,7 +187,7 @@ def _config(folder: Path) -> dict[str, Any]:
     path = folder / _CONFIG
     if not os.path.lexists(path):
         return {}
-    _refuse_no_file(path)
+    refuse_no_file(path)
     try:
         config = json.loads(LocalFile(path).read(0, min(path.stat().st_size, 1 << 16)))
     except (ValueError, RecursionError):

@@ -36,7 +36,10 @@ class Format(Protocol):
     """The files that it is recognised by, for a person."""
 
     def recognises(self, path: Path) -> bool:
-        """Whether this is one of its folders (or files); looks at names only."""
+        """Whether this is one of its folders (or files); opens nothing but what is small.
+
+        May raise `SourceError` for a part of such a checkpoint, which nobody should open as if it were whole.
+        """
         ...
 
     def open(self, paths: Sequence[Path], options: OpenOptions) -> Checkpoint:

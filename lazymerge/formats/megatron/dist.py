@@ -32,7 +32,9 @@ from lazymerge.files.local import LocalFile
 from lazymerge.files.torch_file import read_torch_file
 from lazymerge.formats.dcp import DcpFolder, read_dcp
 from lazymerge.formats.megatron.found import Found
-from lazymerge.formats.megatron.keys import HALVES, is_adapter, kind_left_out, parse
+from lazymerge.formats.megatron.joining import without_interleave
+from lazymerge.formats.megatron.keys import HALVES, kind_left_out, parse
+from lazymerge.formats.megatron.names import is_adapter
 from lazymerge.formats.megatron.settings import is_gated, read_run_config, settings_of
 from lazymerge.formats.zarr import ZarrFolder, holds_zarr, read_zarr
 from lazymerge.gather import Gather, cat
@@ -44,6 +46,7 @@ _ARGS_OBJECT = "args"
 
 _GATED_HALF = re.compile(r"\.linear_fc1\.(?:weight|bias)_[wv]$")
 _EXPERT_FC1 = re.compile(r"\.local_experts\.\d+\.linear_fc1\.(?:weight|bias)$")
+_WEIGHT = re.compile(r"\.(weight|bias)(_[wv])?$")
 _RANK = re.compile(r"__(\d{1,7})_\d+\.distcp")
 _MESH = (
     ("tp", "tensor_model_parallel_size"),
@@ -113,7 +116,17 @@ def _where_the_model_is(folder: Path) -> str:
 
 
 def _left_out(names: Iterable[str]) -> dict[str, str]:
-    """What is no weight, by kind: thousands of names are a few entries."""
+    """What is no weight, by kind: thousands of names are a few entries.
+
+    Raises `IncompleteCheckpoint` for what has a weight's name and none of its data.
+    """
+    names = list(names)
+    lost = next((name for name in names if kind_left_out(name) is None and _WEIGHT.search(name)), None)
+    if lost is not None:
+        raise IncompleteCheckpoint(
+            f"{lost}: is no tensor in this checkpoint (an object, or a folder without its .zarray)",
+            "copy the checkpoint again; a weight that is left out would not be missed later",
+        )
     kinds = Counter(
         kind_left_out(name) or re.sub(r"\d+", "N", name.partition("/")[0])[:200] for name in names
     )
@@ -221,21 +234,6 @@ def _deinterleaved(gathers: dict[str, Gather], settings: dict[str, Any]) -> dict
             "export the checkpoint with the Megatron-Bridge that it was trained with",
         )
     return {
-        name: _rows_in_turn(name, gather, block, ranks) if _EXPERT_FC1.search(name) else gather
+        name: without_interleave(name, gather, block, ranks) if _EXPERT_FC1.search(name) else gather
         for name, gather in gathers.items()
     }
-
-
-def _rows_in_turn(name: str, gather: Gather, block: int, ranks: int) -> Gather:
-    rows, *rest = gather.shape
-    if rows % (2 * ranks * block):
-        raise InconsistentCheckpoint(
-            f"{name}: {rows} rows, which are not those of {ranks} ranks in blocks of {block}"
-            " (moe_mlp_glu_interleave_size)",
-            "the settings are not those of this checkpoint",
-        )
-    halves = gather.view((2, ranks, rows // (2 * ranks), *rest))
-    of_ranks = halves.permute((1, 0, *range(2, len(halves.shape))))
-    blocks = of_ranks.view((ranks, rows // (2 * ranks * block), 2, block, *rest))
-    in_order = blocks.permute((2, 0, 1, *range(3, len(blocks.shape))))
-    return in_order.view((rows, *rest))

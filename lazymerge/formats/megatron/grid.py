@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,20 +24,13 @@ from lazymerge.errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,
     NotACheckpoint,
-    SourceError,
     UnsupportedCheckpoint,
 )
+from lazymerge.files.local import refuse_no_file
 
 FILE = "model_optim_rng.pt"
 _FOLDER = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")
 
-_KINDS = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a named pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
 
 Numbers = tuple[int, ...]
 
@@ -77,7 +69,7 @@ def rank_folders(folder: Path) -> dict[Numbers, Path]:
     for path in folder.iterdir():
         match = _FOLDER.fullmatch(path.name)
         if match and os.path.lexists(path / FILE):
-            _refuse_no_file(path / FILE)
+            refuse_no_file(path / FILE)
             numbers = tuple(int(number) for number in match.groups() if number is not None)
             if numbers in found:
                 raise AmbiguousCheckpoint(
@@ -93,20 +85,6 @@ def rank_folder_of(path: Path) -> Path | None:
     path = Path(os.path.abspath(path))  # "." has no name
     folder = path if path.is_dir() else path.parent
     return folder if _FOLDER.fullmatch(folder.name) and os.path.lexists(folder / FILE) else None
-
-
-def _refuse_no_file(path: Path) -> None:
-    """A model that cannot be read is not a missing rank: `SourceError` says what it is."""
-    if path.is_file():
-        return
-    target = f"a link to {os.readlink(path)}" if path.is_symlink() else ""
-    if not path.exists():
-        raise SourceError(
-            f"{path}: is {target}, which is not there", "put the file itself there, or repair the link"
-        )
-    kind = _KINDS.get(stat.S_IFMT(path.stat().st_mode), "a special file")
-    what = f"{target}, {kind}" if target else kind
-    raise SourceError(f"{path}: is {what}, expected a file", "put the file itself there")
 
 
 def places_of(

@@ -86,7 +86,7 @@ class Joiner:
             return Joined({name: parts[0]})
         if self._is_same(name, parts):
             return Joined({name: parts[0]}, same=True)
-        if _ROWS.search(name):
+        if _ROWS.search(name) and not self._is_head_of_another_kind(name, parts):
             return Joined({name: cat(parts, 0)})
         if _COLUMNS.search(name) and len(parts[0].shape) == 2:
             return Joined({name: cat(parts, 1)})
@@ -120,6 +120,12 @@ class Joiner:
         if _OF_HEAD.search(name) and not self._settings.get("multi_latent_attention"):
             return kv_channels is None or shape == (kv_channels,)  # else over all heads, and sharded
         return _SAME.search(name) is not None
+
+    def _is_head_of_another_kind(self, name: str, parts: Sequence[Gather]) -> bool:
+        """Whether an output layer is not the vocabulary's: a value head's rows may be whole on every rank."""
+        padded = size(self._settings, "padded_vocab_size", None)
+        rows = parts[0].shape[0] * len(parts)
+        return name.startswith("output_layer.") and padded is not None and rows != padded
 
     def _down(self, name: str, parts: Sequence[Gather]) -> Joined:
         q = self._size(name, "q_lora_rank") if "_kv_" not in name else 0
@@ -211,15 +217,22 @@ def join_fc1(
     return cat([part.narrow(0, start, half) for start in (0, half) for part in parts], 0)
 
 
-def without_interleave(name: str, fc1: Gather, block: int) -> Gather:
-    """[gate; up] of a ``linear_fc1`` whose blocks of `block` rows are of the gate and of up in turn."""
+def without_interleave(name: str, fc1: Gather, block: int, ranks: int = 1) -> Gather:
+    """[gate; up] of a ``linear_fc1`` whose blocks of `block` rows are of the gate and of up in turn.
+
+    With several `ranks` it is their halves, the first of each one before the second of any.
+    """
     rows, *rest = fc1.shape
-    if rows % (2 * block):
+    if rows % (2 * ranks * block):
         raise InconsistentCheckpoint(
-            f"{name}: {rows} rows in pairs of blocks of {block} (moe_mlp_glu_interleave_size)", _DAMAGED
+            f"{name}: {rows} rows, which are not those of {ranks} ranks in pairs of blocks of {block}"
+            " (moe_mlp_glu_interleave_size)",
+            _DAMAGED,
         )
-    blocks = fc1.view((rows // (2 * block), 2, block, *rest))
-    return blocks.permute((1, 0, *range(2, 3 + len(rest)))).view(fc1.shape)
+    halves = fc1.view((2, ranks, rows // (2 * ranks), *rest))
+    of_ranks = halves.permute((1, 0, *range(2, len(halves.shape))))
+    blocks = of_ranks.view((ranks, rows // (2 * ranks * block), 2, block, *rest))
+    return blocks.permute((2, 0, 1, *range(3, len(blocks.shape)))).view((rows, *rest))
 
 
 def check_alike(name: str, parts: Sequence[Gather]) -> None:

@@ -17,23 +17,21 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from lazymerge.formats.megatron.names import without_wrappers
 from lazymerge.formats.stacks import Index
 
 HALVES = ("_w", "_v")
 """What the names of gate and up end in where a gated linear_fc1 is stored in two."""
 
-_WRAPPERS = re.compile(r"(?:(?:model|module|language_model)\.)+")
 _LAYERS = re.compile(r"(?<![^.])layers\.(?P<number>\d+\.)?")
 _EXPERTS = re.compile(r"(?<=\.experts\.)experts\.(?P<number>\d+\.)?")
 _GROUPED = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)(\d+)(_[wv])?")
-_MTP = re.compile(r"(mtp\.layers\.\d+)\.mtp_model_layer\.")
 
 _NO_WEIGHTS = re.compile(
     r"(optimizer|chained_\d+|opt_param_scheduler|lr_scheduler|rng_state|rerun_state_machine_state"
     r"|common_state)(?=[./]|$)"
 )
 _EXTRA_STATE = re.compile(r"\._extra_state(?=[./]|$)")
-_ADAPTER = re.compile(r"\.(adapter|to_wrap|lora_[ab])\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +53,7 @@ class Key:
 
 def parse(key: str) -> Key:
     """The canonical name, or names, that a stored name stands for."""
-    key = _MTP.sub(r"\1.transformer_layer.", without_wrappers(key))
+    key = without_wrappers(key)
     key = _GROUPED.sub(r".experts.local_experts.\3.\1.\2\4", key)
     parts: list[str] = []
     for pattern, words in ((_LAYERS, "layers."), (_EXPERTS, "local_experts.")):
@@ -71,20 +69,9 @@ def parse(key: str) -> Key:
     return Key((*parts, key))
 
 
-def without_wrappers(key: str) -> str:
-    """The name without what wraps the model."""
-    match = _WRAPPERS.match(key)
-    return key[match.end() :] if match else key
-
-
 def kind_left_out(key: str) -> str | None:
     """What a stored name is of, if it is of no weight: "optimizer", "rng_state", "_extra_state", ..."""
     match = _NO_WEIGHTS.match(key)
     if match is not None:
         return "optimizer" if match[1].startswith("chained_") else match[1]
     return "_extra_state" if _EXTRA_STATE.search(key) else None
-
-
-def is_adapter(key: str) -> bool:
-    """Whether a stored name is that of a part of an adapter, or of a layer that one wraps."""
-    return _ADAPTER.search(key) is not None

@@ -1,4 +1,4 @@
-"""Names of Megatron's modules as they are in one pipeline chunk, before numbers become global.
+"""Names of Megatron's modules: without what wraps the model, and those of a pipeline chunk.
 
 mcore's names are canonical but for what wraps the model. Megatron's own models before mcore
 (``--use-legacy-models``) are nested dicts under ``language_model`` with names of their own:
@@ -19,7 +19,8 @@ import re
 HEAD_COPY = "word_embeddings_for_head.weight"
 """The last stage's copy of a tied embedding, in models before mcore."""
 
-_WRAPPERS = ("module.", "model.", "language_model.")
+_WRAPPERS = re.compile(r"(?:(?:model|module|language_model)\.)+")
+_ADAPTER = re.compile(r"\.(adapter|to_wrap|lora_[ab])\.")
 _LEGACY = tuple(
     (re.compile(pattern), new)
     for pattern, new in (
@@ -39,12 +40,23 @@ _LEGACY = tuple(
 
 def chunk_name(name: str, *, legacy: bool) -> str:
     """mcore's name of a tensor in its chunk; `legacy` if the model is one from before mcore."""
-    while name.startswith(_WRAPPERS):
-        name = name.partition(".")[2]
+    name = without_wrappers(name)
     if legacy:
         for pattern, new in _LEGACY:
             name = pattern.sub(new, name)
+    return name
+
+
+def without_wrappers(name: str) -> str:
+    """The name without what wraps the model, and with the older name of a layer of MTP (0.17 renamed it)."""
+    match = _WRAPPERS.match(name)
+    name = name[match.end() :] if match else name
     return name.replace(".mtp_model_layer.", ".transformer_layer.")
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a name is that of a part of an adapter, or of a layer that one wraps."""
+    return _ADAPTER.search(name) is not None
 
 
 _NUMBERED = re.compile(r"(decoder|mtp)\.layers\.(\d{1,6})\.")

@@ -19,7 +19,7 @@ from lazymerge.errors import AmbiguousCheckpoint, IncompleteCheckpoint, Unsuppor
 from lazymerge.files.inert_pickle import Record
 from lazymerge.files.local import LocalFile
 from lazymerge.files.torch_file import StoredTensor, read_torch_file
-from lazymerge.formats.megatron.names import chunk_name
+from lazymerge.formats.megatron.names import chunk_name, is_adapter
 from lazymerge.formats.megatron.settings import settings_of
 
 Chunk = dict[str, StoredTensor]
@@ -105,7 +105,7 @@ def _chunk(file: LocalFile, state: dict[Any, Any], key: str, left_out: dict[str,
                 f"{full!r} in {file.path}: {_kind(value)}, expected a tensor",
                 "save the model in a plain dtype, without quantised weights or objects beside them",
             )
-        if ".adapter." in name or ".to_wrap." in name:
+        if is_adapter(name):
             raise UnsupportedCheckpoint(
                 f"{full!r} in {file.path}: a part of an adapter", "merge the adapter into the model first"
             )

@@ -1,0 +1,72 @@
+"""The journal of a destination: JSON lines that say what is being written from what, and what is finished.
+
+A file is named by size, time of change and inode, which renaming leaves as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lazymerge.errors import InconsistentCheckpoint
+from lazymerge.files.copying import write_error
+
+
+def append(journal: Path, line: dict[str, Any]) -> None:
+    """Add a line, on disk when this returns; `OutputError` where it cannot be written."""
+    try:
+        with open(journal, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise write_error(error, str(journal), 0) from error
+
+
+def read_lines(journal: Path) -> list[dict[str, Any]]:
+    """The journal's lines; the last one may be cut, and whatever is no JSON object ends it."""
+    lines: list[dict[str, Any]] = []
+    try:
+        text = journal.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return lines
+    for line in text.splitlines():
+        try:
+            content = json.loads(line)
+        except ValueError:
+            break
+        if not isinstance(content, dict):
+            break
+        lines.append(content)
+    return lines
+
+
+def listed(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Name -> identity of all files that the journal says were to be renamed."""
+    listed = [line["publishing"] for line in lines if isinstance(line.get("publishing"), dict)]
+    return {name: identity for each in listed for name, identity in each.items()}
+
+
+def identity_of(path: Path) -> list[int]:
+    """What tells a file from another of its name and size, before and after it is renamed."""
+    stat = path.stat()
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ino]
+
+
+def is_file(path: Path, identity: object) -> bool:
+    """Whether the file with this identity is there."""
+    return path.is_file() and identity_of(path) == identity
+
+
+def refuse_changed(before: dict[str, Any], now: dict[str, Any], staging: Path) -> None:
+    """Raise `InconsistentCheckpoint` if the sources are not those that an unfinished run began with."""
+    for path in sorted({*before, *now}):
+        if before.get(path) != now.get(path):
+            raise InconsistentCheckpoint(
+                f"{path}: has changed since the unfinished merge in {staging.parent} read it"
+                f" (size, time and inode {before.get(path)}, now {now.get(path)})",
+                f"remove {staging} to start again from what is there now",
+            )
