@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 
 import lazymerge
 from lazymerge import api, cli, display, errors
+from lazymerge.cli import failures
 from lazymerge.files.size import format_size
 from lazymerge.report import MergeReport, Progress
 
@@ -509,7 +510,7 @@ def test_a_bug_is_one_line_and_its_traceback_only_for_debug(monkeypatch: pytest.
     assert json.loads(lazymerge_cli("merge", "a", "b", "--json").stdout)["kind"] == "ZeroDivisionError"
 
 
-@pytest.mark.parametrize(("stop", "code"), [(KeyboardInterrupt(), 130), (cli.Terminated(), 143)])
+@pytest.mark.parametrize(("stop", "code"), [(KeyboardInterrupt(), 130), (failures.Terminated(), 143)])
 def test_an_interrupt_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch, stop: BaseException, code: int):
     monkeypatch.setattr(api, "merge", raising(stop))
     done = lazymerge_cli("merge", "a", "b", "-q")

@@ -1,0 +1,160 @@
+"""``lazymerge merge``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lazymerge.cli.failures import failures_told
+from lazymerge.cli.options import FOLDER, examples, print_json, talk_options
+from lazymerge.display import logged, progress_shown, report_lines
+
+
+@click.command(
+    epilog=examples(
+        "merge checkpoints/global_step_100 model/",
+        "merge checkpoints/global_step_100 model/ --dry-run",
+        "merge checkpoints/global_step_100 model/ --dtype bfloat16 --max-ram 1GB",
+        "merge checkpoints/global_step_100 value/ --component critic",
+        "merge megatron/iter_0000100 model/ --hf-config Qwen3-30B-A3B/",
+        "merge node0/actor node1/actor model/ --json | jq .peak",
+    )
+)
+@click.argument("src", nargs=-1, required=True, type=FOLDER)
+@click.argument("dst", type=FOLDER)
+@click.option(
+    "--max-ram",
+    metavar="SIZE",
+    help="Resident memory at most, as 16GB (10^9), 512MiB (2^20) or bytes; the result is the same."
+    "  [default: 2GB, or half of what is free if that is less]",
+)
+@click.option("--dtype", metavar="TYPE", help="Cast the weights, for example to bfloat16.  [default: keep]")
+@click.option(
+    "--max-shard-size",
+    metavar="SIZE",
+    default="5GB",
+    show_default=True,
+    help="Size of a weight file at most; a larger tensor has a file of its own.",
+)
+@click.option(
+    "--output-format",
+    type=click.Choice(["safetensors", "bin"]),
+    default="safetensors",
+    show_default=True,
+    help="bin is one pytorch_model.bin.",
+)
+@click.option("--include", metavar="PATTERN", multiple=True, help="Only tensors of such names. Repeatable.")
+@click.option("--exclude", metavar="PATTERN", multiple=True, help="No tensors of such names. Repeatable.")
+@click.option(
+    "--component",
+    metavar="[actor|critic|NAME]",
+    default="actor",
+    show_default=True,
+    help="Which model of a run, where SRC is a run or one of its steps.",
+)
+@click.option(
+    "--fsdp-version",
+    type=click.Choice(["1", "2"]),
+    callback=lambda context, option, value: value and int(value),
+    help="What wrote the ranks, where they do not say it.",
+)
+@click.option(
+    "--world-size",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="How many ranks there were, where SRC holds files of several runs.",
+)
+@click.option(
+    "--hf-config", metavar="DIR", type=FOLDER, help="Config and tokenizer, before those that SRC has."
+)
+@click.option(
+    "--family",
+    metavar="NAME|FILE",
+    help="Megatron: the table of names; FILE is Python with an object FAMILY.  [default: by config.json]",
+)
+@click.option(
+    "--param-mapping",
+    metavar="OLD:NEW|FILE",
+    multiple=True,
+    help="Megatron: where a tensor goes that no table knows; {} in OLD is any one part of a name, an empty"
+    " NEW leaves it out. FILE has one a line. Repeatable.",
+)
+@click.option(
+    "--tie-word-embedding",
+    is_flag=True,
+    help="Megatron: the output layer is the embedding, whatever config.json and the files say.",
+)
+@click.option(
+    "--is-value-model", is_flag=True, help="Megatron: the output layer is a value head: score.weight."
+)
+@click.option(
+    "--force-shape-match",
+    is_flag=True,
+    help="Megatron: crop or zero-pad what differs in size from config.json; each tensor is reported.",
+)
+@click.option(
+    "--check/--no-check",
+    default=True,
+    show_default=True,
+    help="Megatron: compare names and shapes with the model that transformers builds from config.json.",
+)
+@click.option(
+    "--backfill",
+    metavar="DIR",
+    type=FOLDER,
+    help="Megatron: a folder with the base model, for parts that the checkpoint lacks: a vision tower, MTP.",
+)
+@click.option(
+    "--trust-remote-code",
+    is_flag=True,
+    help="Run the model code that config.json names, to check names and shapes against it.",
+)
+@click.option(
+    "--max-workers", metavar="N", type=click.IntRange(min=1), help="Threads.  [default: 4, or the cores]"
+)
+@click.option(
+    "--strict/--no-strict",
+    default=False,
+    show_default=True,
+    help="Refuse replicas that differ, or only warn.",
+)
+@click.option(
+    "--check-copies/--no-check-copies",
+    default=True,
+    show_default=True,
+    help="Compare what several ranks hold; reads all of it.",
+)
+@click.option(
+    "--overwrite/--no-overwrite",
+    default=False,
+    show_default=True,
+    help="Replace the model in DST, once the new one is complete.",
+)
+@click.option("--dry-run", is_flag=True, help="Show what would be written and what it takes; write nothing.")
+@talk_options
+def merge(
+    src: tuple[Path, ...],
+    dst: Path,
+    as_json: bool,
+    quiet: bool,
+    log_level: str | None,
+    **options: Any,
+) -> None:
+    """Merge the checkpoint at SRC into a Hugging Face model in the folder DST.
+
+    SRC is a run, a step of it, or the folder of the rank files; several are taken together, as ranks
+    that stayed on their nodes. A merge that was interrupted goes on when it is given again.
+    """
+    level = log_level or ("error" if quiet else "warning")
+    with failures_told(as_json, level == "debug"), logged(level):
+        from lazymerge import api
+
+        with progress_shown(quiet) as on_progress:
+            report = api.merge(src, dst, on_progress=on_progress, **options)
+        if as_json:
+            print_json(report.to_json())
+        elif not quiet:
+            for line in report_lines(report, everything=level == "debug"):
+                click.echo(line)
