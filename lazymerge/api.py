@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,20 +15,19 @@ from typing import Any
 import lazymerge
 from lazymerge.budget import Spending, default_budget, spend
 from lazymerge.checkpoint import Checkpoint, Note
-from lazymerge.conversions.dtypes import cast_to, parse_dtype
-from lazymerge.conversions.hub import HubOptions, to_hub
-from lazymerge.conversions.naming import select, strip_wrappers
-from lazymerge.conversions.tying import tie
+from lazymerge.conversions.hub import HubOptions
+from lazymerge.conversions.naming import strip_wrappers
 from lazymerge.errors import InconsistentCheckpoint, PlanError, SourceError
 from lazymerge.execute import write_file
-from lazymerge.files.size import format_size, parse_size
+from lazymerge.files.size import parse_size
 from lazymerge.fill import equal
 from lazymerge.formats.registry import OpenOptions, open_checkpoint
 from lazymerge.gather import of_region
-from lazymerge.output import Destination, check_destination, claim
-from lazymerge.plan import BIN, SAFETENSORS, Plan, make_plan
+from lazymerge.increments import grown, held, record_of
+from lazymerge.output import Destination, check_destination, claim, sources_of
+from lazymerge.plan import SAFETENSORS, Plan
+from lazymerge.prepare import CONVERT, MERGE, Options, Prepared, prepare
 from lazymerge.report import MergeReport, Meter, OnProgress, make_report
-from lazymerge.sidecars import CONFIG, Sidecars, config_dtype, find_sidecars, with_dtype, with_fields
 
 Pathlike = str | os.PathLike[str]
 Sources = Pathlike | Sequence[Pathlike]
@@ -43,6 +42,7 @@ def open(  # noqa: A001 - `lazymerge.open` is what it does
     fsdp_version: int | None = None,
     world_size: int | None = None,
     hf_config: Pathlike | None = None,
+    backend: str | None = None,
 ) -> Checkpoint:
     """The checkpoint at `src` (a path at any level of a run, or several that belong together), unread.
 
@@ -50,42 +50,14 @@ def open(  # noqa: A001 - `lazymerge.open` is what it does
     """
     if hf_config is not None and not Path(hf_config).is_dir():
         raise SourceError(f"{hf_config}: no such folder", "give --hf-config a folder that holds config.json")
-    options = OpenOptions(component, fsdp_version, world_size, Path(hf_config) if hf_config else None)
+    config = Path(hf_config) if hf_config else None
+    options = OpenOptions(component, fsdp_version, world_size, config, backend)
     try:
         return strip_wrappers(open_checkpoint(_paths(src), options))
     except OSError as error:  # a folder below the one that was given, a file that went away
         raise SourceError(
             f"{error.filename or src}: {error.strerror}", "check the path and its permissions"
         ) from error
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What decides the bytes of the result; arguments of `merge`."""
-
-    dtype: str | None = None
-    max_shard_size: int | str = "5GB"
-    output_format: str = SAFETENSORS
-    include: Sequence[str] = ()
-    exclude: Sequence[str] = ()
-    hub: HubOptions = field(default_factory=HubOptions)
-    trust_remote_code: bool = False
-
-
-@dataclass(slots=True)
-class _Prepared:
-    """A merge that has been worked out and not begun."""
-
-    checkpoint: Checkpoint
-    sidecars: Sidecars
-    plan: Plan
-    dtype: str | None  # what config.json has to say, where that changes
-    config_changes: Mapping[str, Any]
-
-    @property
-    def config(self) -> dict[str, Any] | None:
-        """What the result's config.json says; None if there is none."""
-        return None if self.sidecars.config is None else {**self.sidecars.config, **self.config_changes}
 
 
 def merge(
@@ -102,6 +74,7 @@ def merge(
     fsdp_version: int | None = None,
     world_size: int | None = None,
     hf_config: Pathlike | None = None,
+    backend: str | None = None,
     family: str | None = None,
     param_mapping: str | Sequence[str] = (),
     tie_word_embedding: bool = False,
@@ -110,6 +83,7 @@ def merge(
     check: bool = True,
     backfill: Pathlike | None = None,
     trust_remote_code: bool = False,
+    stage: str | Sequence[str] = (MERGE, CONVERT),
     max_workers: int | None = None,
     strict: bool = False,
     check_copies: bool = True,
@@ -126,6 +100,7 @@ def merge(
     include, exclude  shell patterns over tensor names
     component       "actor" or "critic", where `src` is a run or a step of verl
     hf_config       a folder with config.json and tokenizer, before those that `src` has
+    backend         "fsdp", "megatron", "huggingface": take nothing else; default: what is there
     family          of a Megatron checkpoint: a name, or a Python file with a FAMILY; default: by config.json
     param_mapping   OLD:NEW names (or files of them) for Megatron's tensors that no table knows
     tie_word_embedding, is_value_model  what Megatron's output layer is, where the files do not agree
@@ -133,6 +108,7 @@ def merge(
     check           compare names and shapes with the model that transformers builds from config.json
     backfill        the folder of the base model, for parts that a Megatron checkpoint lacks (a vision tower)
     trust_remote_code  run the model code that config.json names, to check against it
+    stage           "merge" alone keeps the trainer's names and layouts; "convert" goes on from there
     strict          refuse replicas that differ, rather than warn
     check_copies    compare what several ranks hold; reads all of their bytes
     overwrite       replace the model that is in `dst`, once the new one is complete
@@ -147,7 +123,12 @@ def merge(
     meter = Meter(on_progress)
     wanted = None if max_ram is None else parse_size(max_ram)
     checkpoint = open(
-        sources, component=component, fsdp_version=fsdp_version, world_size=world_size, hf_config=hf_config
+        sources,
+        component=component,
+        fsdp_version=fsdp_version,
+        world_size=world_size,
+        hf_config=hf_config,
+        backend=backend,
     )
     hub = HubOptions(
         family,
@@ -159,10 +140,22 @@ def merge(
         None if backfill is None else str(backfill),
     )
     options = Options(
-        dtype, max_shard_size, output_format, _several(include), _several(exclude), hub, trust_remote_code
+        dtype,
+        max_shard_size,
+        output_format,
+        _several(include),
+        _several(exclude),
+        hub,
+        trust_remote_code,
+        _several(stage) or (MERGE, CONVERT),
     )
     log.debug("opened %r", checkpoint)
     prepared = prepare(checkpoint, options, Path(hf_config) if hf_config else None)
+    identity = {"lazymerge": lazymerge.__version__, **options.identity(), "fsdp_version": fsdp_version}
+    identity["config"] = prepared.config
+    kept = held(folder, identity, sources_of(checkpoint.files))
+    if kept:
+        prepared = grown(prepared, kept, parse_size(max_shard_size))
     budget = default_budget() if wanted is None else wanted
     if max_workers is not None and max_workers < 1:
         raise PlanError(f"--max-workers {max_workers}", "give 1 or more")
@@ -172,44 +165,18 @@ def merge(
         check_destination(folder, sources, overwrite=overwrite)
         return _report(folder, prepared, spending, budget, started, meter, dry_run=True)
     with claim(folder, sources, overwrite=overwrite) as destination:
-        job = _job(prepared, options, fsdp_version)
         if check_copies:
-            prepared.checkpoint = _compare_copies(prepared.checkpoint, strict, meter)
-        destination.begin(job, prepared.checkpoint.files)
+            prepared = replace(prepared, checkpoint=_compare_copies(prepared.checkpoint, strict, meter))
+        selection = {"include": list(options.include), "exclude": list(options.exclude)}
+        files = {file.name: file.size for file in prepared.plan.files}
+        job = {**identity, **selection, "files": files, "kept": sorted(prepared.kept)}
+        destination.begin(job, prepared.checkpoint.files, grows=bool(kept))
+        for name, each in prepared.kept.items():
+            destination.keep(name, each.path, each.identity)
         resumed = tuple(sorted(destination.finished))
-        _write(prepared, destination, spending, meter)
+        _write(prepared, destination, spending, meter, identity if options.include else None)
     log.debug("published %s", folder)
     return _report(folder, prepared, spending, budget, started, meter, resumed=resumed)
-
-
-def prepare(checkpoint: Checkpoint, options: Options, hf_config: Path | None) -> _Prepared:
-    """Convert and plan: everything that can be refused is refused here."""
-    if options.output_format not in {SAFETENSORS, BIN}:
-        raise PlanError(f"--output-format {options.output_format!r}", f"choose {SAFETENSORS} or {BIN}")
-    dtype = None if options.dtype is None else parse_dtype(str(options.dtype))  # a torch.dtype will do
-    shard_size = parse_size(options.max_shard_size)
-    try:
-        sidecars = find_sidecars(checkpoint.sidecars, linked=hf_config)
-    except OSError as error:
-        raise SourceError(f"{error.filename}: {error.strerror}", "check its permissions") from error
-    converted = to_hub(checkpoint, sidecars.config, options.hub, _code(sidecars, options))
-    checkpoint = tie(converted.checkpoint, {**(sidecars.config or {}), **converted.config_changes})
-    checkpoint = select(checkpoint, options.include, options.exclude)
-    named = config_dtype(sidecars.config)
-    if dtype is not None:
-        checkpoint = cast_to(checkpoint, dtype)
-    else:
-        checkpoint = _note_dtype(checkpoint, named)
-    plan = make_plan(checkpoint.gathers, output_format=options.output_format, max_shard_size=shard_size)
-    changed = dtype.name if dtype is not None and dtype.name != named else None
-    return _Prepared(checkpoint, sidecars, plan, changed, converted.config_changes)
-
-
-def _code(sidecars: Sidecars, options: Options) -> Path | None:
-    """The folder of the model's own code, if config.json names one and the user trusts it."""
-    if not options.trust_remote_code or "auto_map" not in (sidecars.config or {}):
-        return None
-    return sidecars.files[CONFIG].parent
 
 
 def _compare_copies(checkpoint: Checkpoint, strict: bool, meter: Meter) -> Checkpoint:
@@ -230,38 +197,17 @@ def _compare_copies(checkpoint: Checkpoint, strict: bool, meter: Meter) -> Check
     return checkpoint.with_notes(*notes.values())
 
 
-def _note_dtype(checkpoint: Checkpoint, named: str | None) -> Checkpoint:
-    """Say so where the files hold fp32 and the config names a half type."""
-    wide = sum(g.nbytes for g in checkpoint.gathers.values() if g.dtype.name == "float32")
-    if named not in {"bfloat16", "float16"} or wide * 2 <= checkpoint.nbytes:
-        return checkpoint
-    text = (
-        f"the files hold float32 and config.json says {named}; the dtype is kept."
-        f" --dtype {named} would write {format_size(checkpoint.nbytes - wide // 2)}"
-        f" in place of {format_size(checkpoint.nbytes)}"
-    )
-    return checkpoint.with_notes(Note("info", text))
-
-
-def _job(prepared: _Prepared, options: Options, fsdp_version: int | None) -> dict[str, Any]:
-    """Everything that decides the bytes of the result, besides the sources."""
-    return {
-        "lazymerge": lazymerge.__version__,
-        "dtype": None if options.dtype is None else str(options.dtype),
-        "fsdp_version": fsdp_version,
-        "files": {file.name: file.size for file in prepared.plan.files},
-        "hub": options.hub.identity(),
-        "config": prepared.sidecars.config,
-        "include": list(options.include),
-        "exclude": list(options.exclude),
-    }
-
-
-def _write(prepared: _Prepared, destination: Destination, spending: Spending, meter: Meter) -> None:
-    """Write what is not finished yet, and publish everything."""
-    plan, sidecars = prepared.plan, prepared.sidecars
+def _write(
+    prepared: Prepared,
+    destination: Destination,
+    spending: Spending,
+    meter: Meter,
+    part_of: Mapping[str, Any] | None,
+) -> None:
+    """Write what is not finished yet, and publish everything; as a part of the job `part_of`, if given."""
+    plan = prepared.plan
     todo = [file for file in plan.files if file.name not in destination.finished]
-    destination.need(sum(file.size for file in todo) + sidecars.nbytes + len(plan.index or b""))
+    destination.need(sum(file.size for file in todo) + prepared.size - sum(file.size for file in plan.files))
     total = sum(tensor.nbytes for file in todo for tensor in file.tensors)
     for file in todo:
         log.debug("begun %s: %d tensors, %d bytes", file.name, len(file.tensors), file.size)
@@ -278,18 +224,21 @@ def _write(prepared: _Prepared, destination: Destination, spending: Spending, me
         log.debug("finished %s", file.name)
     for source in prepared.checkpoint.files:
         source.check_unchanged()
-    names = list(sidecars.files)
-    for name, path in sidecars.files.items():
-        if name == CONFIG and (prepared.dtype or prepared.config_changes):
-            raw = with_fields(sidecars.raw(name), prepared.config_changes)
-            destination.write(name, with_dtype(raw, prepared.dtype) if prepared.dtype else raw)
+    for name, content in prepared.beside.items():
+        if isinstance(content, bytes):
+            destination.write(name, content)
         else:
-            destination.copy(name, path)
+            destination.copy(name, content)
+    names = list(prepared.beside)
     names += [file.name for file in plan.files]
     if plan.index_name and plan.index is not None:
         destination.write(plan.index_name, plan.index)
         names.append(plan.index_name)
-    destination.publish(names)
+    part = None
+    if part_of is not None:
+        sources = sources_of(prepared.checkpoint.files)
+        part = partial(record_of, part_of, sources, destination.folder, names)
+    destination.publish(names, renamed=[each.name for each in prepared.kept.values()], part=part)
 
 
 def _described(plan: Plan, spending: Spending) -> str:
@@ -308,7 +257,7 @@ def _disk_free(folder: Path) -> int:
 
 def _report(
     folder: Path,
-    prepared: _Prepared,
+    prepared: Prepared,
     spending: Spending,
     budget: int,
     started: float,
@@ -319,10 +268,7 @@ def _report(
 ) -> MergeReport:
     return make_report(
         folder,
-        prepared.checkpoint,
-        prepared.plan,
-        prepared.sidecars,
-        prepared.config,
+        prepared,
         spending,
         budget=budget,
         disk_free=_disk_free(folder),

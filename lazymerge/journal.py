@@ -36,7 +36,7 @@ def read_lines(journal: Path) -> list[dict[str, Any]]:
     for line in text.splitlines():
         try:
             content = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             break
         if not isinstance(content, dict):
             break

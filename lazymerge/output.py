@@ -20,7 +20,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,12 @@ from lazymerge.journal import append, identity_of, is_file, listed, read_lines, 
 from lazymerge.sidecars import is_sidecar
 
 STAGING = ".lazymerge"
+ENDED = ".lazymerge-ended"
+"""The staging folder while it is removed, after everything was published."""
 JOURNAL = "journal.jsonl"
-_WEIGHTS = re.compile(
+PARTIAL = "partial.json"
+"""What a merge of some tensors leaves in the staging folder: lazymerge.increments says what is in it."""
+WEIGHTS = re.compile(
     r"(model|consolidated)[\w.-]*\.safetensors(\.index\.json)?|pytorch_model[\w.-]*\.bin(\.index\.json)?"
 )
 """Weights that a loader would take for the model's, or mix with it."""
@@ -56,12 +60,13 @@ class Destination:
 
     # -------------------------------------------------------------------- beginning
 
-    def begin(self, job: dict[str, Any], files: Sequence[LocalFile]) -> None:
+    def begin(self, job: dict[str, Any], files: Sequence[LocalFile], *, grows: bool = False) -> None:
         """Start, or go on with, the job: `job` is everything that decides the result's bytes.
 
+        `grows` says that what is in the folder is a part of this very result, to be kept.
         Raises `InconsistentCheckpoint` if an unfinished run here read files that have changed since.
         """
-        sources = {str(file.path.resolve()): file.identity for file in files}
+        sources = sources_of(files)
         head = {"job": {**job, "sources": sorted(sources)}, "sources": sources}
         head = json.loads(json.dumps(head))  # as it is read again: tuples are lists there
         lines = read_lines(self._journal)
@@ -70,14 +75,31 @@ class Destination:
             self.finished = {line["done"] for line in lines[1:] if self._is_finished(line)}
             self.complete = self._is_published(lines[-1].get("publishing"))
             self._renamed = listed(lines)
-            self._clear({"lock", self._journal.name, *self.finished})
+            self._clear({"lock", PARTIAL, self._journal.name, *self.finished})
             return
-        if not self.overwrite:
+        if not self.overwrite and not grows:
             _check_empty(self.folder, ())  # not even of files that another job has published
         if self._journal.exists():
             self._journal.unlink()  # before what it lists
-        self._clear({"lock"})
+        self._clear({"lock", PARTIAL} if grows else {"lock"})
         append(self._journal, head)
+
+    def keep(self, name: str, path: Path, identity: Any) -> None:
+        """Take a file that an earlier increment wrote as the finished file `name`, without a copy."""
+        if name in self.finished:
+            return
+        place = self.staging / name
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.unlink(missing_ok=True)
+            os.link(path, place)
+        except OSError as error:
+            raise OutputError(
+                f"{place}: {error.strerror}: a part that is there cannot be kept under another name",
+                "merge everything at once into another folder",
+            ) from error
+        append(self._journal, {"done": name, "identity": identity})
+        self.finished.add(name)
 
     def _clear(self, kept: set[str]) -> None:
         """Remove what an earlier run began and did not finish: it takes space and is written anew."""
@@ -166,11 +188,25 @@ class Destination:
 
     # -------------------------------------------------------------------- the end
 
-    def publish(self, names: Sequence[str]) -> None:
-        """Rename the staged files into the folder in this order, after what they replace is gone."""
+    def publish(
+        self,
+        names: Sequence[str],
+        *,
+        renamed: Collection[str] = (),
+        part: Callable[[], bytes] | None = None,
+    ) -> None:
+        """Rename the staged files into the folder in this order, after what they replace is gone.
+
+        `renamed` are files of an earlier increment that have other names now; `part` makes what is left in
+        the staging folder for the next one, if this is not the whole result.
+        """
         append(self._journal, {"publishing": {name: identity_of(self._place(name)) for name in names}})
         try:
             self._publish(names)
+            for name in renamed:
+                if name not in names:
+                    (self.folder / name).unlink(missing_ok=True)
+            self._end(part)
         except OSError as error:
             place = error.filename2 or error.filename or self.folder
             raise OutputError(
@@ -187,7 +223,7 @@ class Destination:
         if self.overwrite:
             for path in list(self.folder.iterdir()):
                 published = path.name in names and not (self.staging / path.name).exists()
-                known = _WEIGHTS.fullmatch(path.name) or is_sidecar(path.name)
+                known = WEIGHTS.fullmatch(path.name) or is_sidecar(path.name)
                 if path.is_file() and known and not published:
                     path.unlink()
         for name, identity in self._renamed.items():  # a sidecar that the source no longer has
@@ -199,10 +235,28 @@ class Destination:
                 (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
                 os.replace(self.staging / name, self.folder / name)
         sync_folder(self.folder)
-        self._clear({"lock", self._journal.name})
-        self._journal.unlink()  # what is left after this is a result like any other
-        shutil.rmtree(self.staging)
+
+    def _end(self, part: Callable[[], bytes] | None) -> None:
+        """Leave a result like any other, or one that says what it is a part of."""
+        if part is not None:
+            scratch = self.staging / f"{PARTIAL}.new"
+            with open(scratch, "wb") as file:
+                file.write(part())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(scratch, self.staging / PARTIAL)
+        self._clear({"lock", PARTIAL, self._journal.name})
+        if part is None:
+            os.replace(self.staging, self.folder / ENDED)  # all that proves what the files are, at once
+            shutil.rmtree(self.folder / ENDED)
+        else:
+            self._journal.unlink()
         sync_folder(self.folder)
+
+
+def sources_of(files: Sequence[LocalFile]) -> dict[str, Any]:
+    """Path -> identity of files that are read: what must not change until the result is whole."""
+    return {str(file.path.resolve()): file.identity for file in files}
 
 
 @contextmanager
@@ -218,6 +272,8 @@ def claim(folder: Path, sources: Sequence[Path], *, overwrite: bool) -> Iterator
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / STAGING).is_symlink():
             raise OutputError(f"{folder / STAGING}: is a link", "remove it; the files under way go there")
+        if (folder / ENDED).is_dir() and not (folder / ENDED).is_symlink():
+            shutil.rmtree(folder / ENDED)  # of a run that was killed just then
         (folder / STAGING).mkdir(exist_ok=True)
         lock = os.open(folder / STAGING / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
@@ -237,7 +293,7 @@ def check_destination(folder: Path, sources: Sequence[Path], *, overwrite: bool)
     try:
         _check_place(folder, sources)
         if folder.is_dir() and not overwrite:
-            _check_empty(folder, _publishing(folder / STAGING / JOURNAL))
+            _check_empty(folder, _published(folder / STAGING))
     except OSError as error:
         raise OutputError(
             f"{error.filename or folder}: {error.strerror}", "choose a folder that you may write to"
@@ -256,14 +312,17 @@ def _check_place(folder: Path, sources: Sequence[Path]) -> None:
             raise OutputError(f"{folder}: lies inside the source {source}", "give a folder outside of it")
 
 
-def _publishing(journal: Path) -> set[str]:
-    """What an unfinished merge may have renamed into the folder: names of files and of folders there."""
-    return {name.partition("/")[0] for name in listed(read_lines(journal))}
+def _published(staging: Path) -> set[str]:
+    """What unfinished merges may have renamed into the folder: names of files and of folders there."""
+    names = {*listed(read_lines(staging / JOURNAL))}
+    for line in read_lines(staging / PARTIAL):
+        names |= {*(line["files"] if isinstance(line.get("files"), dict) else ())}
+    return {name.partition("/")[0] for name in names}
 
 
 def _check_empty(folder: Path, known: Collection[str]) -> None:
     """Raise `OutputError` if the folder holds anything but the staging folder and what is `known`."""
-    names = sorted(path.name for path in folder.iterdir() if path.name not in {STAGING, *known})
+    names = sorted(path.name for path in folder.iterdir() if path.name not in {STAGING, ENDED, *known})
     if names:
         shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
         raise OutputError(

@@ -27,6 +27,7 @@ SMALLEST_RUN = 64 << 10
 
 SAFETENSORS = "safetensors"
 BIN = "bin"
+INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +156,13 @@ def make_plan(
     ]
     if not split.is_sharded:
         return Plan(tuple(files), None, None)
-    index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-    return Plan(tuple(files), text.encode(), "model.safetensors.index.json")
+    return Plan(tuple(files), index_file(split.metadata, split.tensor_to_filename), INDEX)
+
+
+def index_file(metadata: Mapping[str, object], places: Mapping[str, str]) -> bytes:
+    """The index, as transformers writes it: `places` says which file holds which tensor."""
+    index = {"metadata": metadata, "weight_map": places}
+    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
 
 
 def safetensors_file(filename: str, gathers: Mapping[str, Gather]) -> OutputFile:

@@ -11,7 +11,7 @@ from typing import Any
 from lazymerge.budget import Spending, high_water, resident
 from lazymerge.checkpoint import Checkpoint, Note
 from lazymerge.plan import Plan
-from lazymerge.sidecars import Sidecars
+from lazymerge.prepare import Prepared
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +108,7 @@ class MergeReport:
 
 def make_report(
     destination: Path,
-    checkpoint: Checkpoint,
-    plan: Plan,
-    sidecars: Sidecars,
-    config: Mapping[str, Any] | None,
+    prepared: Prepared,
     spending: Spending,
     *,
     budget: int,
@@ -122,6 +119,7 @@ def make_report(
     resumed: tuple[str, ...] = (),
 ) -> MergeReport:
     """The report of a merge that ended well, or of a dry run."""
+    checkpoint, plan = prepared.checkpoint, prepared.plan
     files = {file.name: file.size for file in plan.files}
     if plan.index_name:
         files[plan.index_name] = len(plan.index or b"")
@@ -131,12 +129,12 @@ def make_report(
         topology=str(checkpoint.topology),
         dry_run=dry_run,
         files=files,
-        sidecars=tuple(sidecars.files),
+        sidecars=tuple(prepared.beside),
         tensors=sum(1 for _ in plan.tensors),
         per_dtype=plan.per_dtype(),
         bytes_read=plan.reads,
         bytes_written=plan.size,
-        disk=plan.size + sidecars.nbytes,
+        disk=prepared.size,
         disk_free=disk_free,
         workers=spending.workers,
         block=spending.block,
@@ -144,10 +142,10 @@ def make_report(
         predicted_peak=spending.peak,
         peak=peak,
         seconds=seconds,
-        notes=(*checkpoint.notes, *sidecars.notes),
+        notes=checkpoint.notes,
         left_out=checkpoint.left_out,
         resumed=resumed,
-        how_to_load=_how_to_load(destination, plan, config, checkpoint),
+        how_to_load=_how_to_load(destination, plan, prepared.config, checkpoint),
     )
 
 

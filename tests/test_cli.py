@@ -127,7 +127,7 @@ def test_wrong_usage_is_exit_code_2(args: list[str]):
     ("args", "kind", "word"),
     [
         (["merge", "a", "b", "--json", "--no-such-flag"], "NoSuchOption", "--no-such-flag"),
-        (["merge", "--json", "only-one"], "MissingParameter", "SRC"),
+        (["merge", "--json", "only-one"], "MissingParameter", "DST"),
         (["merge", "a", "b", "--json", "--output-format", "x"], "BadParameter", "'x' is not one of"),
         (["merge", "a", "b", "--json", "--max-workers", "0"], "BadParameter", "--max-workers"),
         (["merge", "a", "b", "--json", "--dtype"], "BadOptionUsage", "--dtype"),

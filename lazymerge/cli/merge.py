@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from lazymerge.cli import verl
 from lazymerge.cli.failures import failures_told
 from lazymerge.cli.options import FOLDER, examples, print_json, talk_options
 from lazymerge.display import logged, progress_shown, report_lines
@@ -22,8 +23,7 @@ from lazymerge.display import logged, progress_shown, report_lines
         "merge node0/actor node1/actor model/ --json | jq .peak",
     )
 )
-@click.argument("src", nargs=-1, required=True, type=FOLDER)
-@click.argument("dst", type=FOLDER)
+@click.argument("paths", metavar="SRC... DST", nargs=-1, type=FOLDER)
 @click.option(
     "--max-ram",
     metavar="SIZE",
@@ -112,7 +112,18 @@ from lazymerge.display import logged, progress_shown, report_lines
     help="Run the model code that config.json names, to check names and shapes against it.",
 )
 @click.option(
-    "--max-workers", metavar="N", type=click.IntRange(min=1), help="Threads.  [default: 4, or the cores]"
+    "--stage",
+    type=click.Choice(["merge", "convert"]),
+    multiple=True,
+    default=("merge", "convert"),
+    help="merge alone writes the tensors under the trainer's own names, for convert to go on from."
+    "  [default: both, in one pass]",
+)
+@click.option(
+    "--max-workers",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Threads, 64 at most.  [default: 4, or the cores]",
 )
 @click.option(
     "--strict/--no-strict",
@@ -128,15 +139,20 @@ from lazymerge.display import logged, progress_shown, report_lines
 )
 @click.option(
     "--overwrite/--no-overwrite",
-    default=False,
-    show_default=True,
-    help="Replace the model in DST, once the new one is complete.",
+    default=None,
+    help="Replace the model in DST, once the new one is complete.  [default: no; yes with --target-dir]",
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be written and what it takes; write nothing.")
+@click.option("--target-dir", metavar="DIR", type=FOLDER, help="verl's name of DST.")
+@verl.source_options
 @talk_options
 def merge(
-    src: tuple[Path, ...],
-    dst: Path,
+    paths: tuple[Path, ...],
+    local_dir: Path | None,
+    target_dir: Path | None,
+    hf_config: Path | None,
+    hf_model_path: Path | None,
+    overwrite: bool | None,
     as_json: bool,
     quiet: bool,
     log_level: str | None,
@@ -147,6 +163,11 @@ def merge(
     SRC is a run, a step of it, or the folder of the rank files; several are taken together, as ranks
     that stayed on their nodes. A merge that was interrupted goes on when it is given again.
     """
+    src, dst = verl.places(paths, local_dir, target_dir)
+    options["hf_config"] = verl.config_folder(hf_config, hf_model_path)
+    options["overwrite"] = local_dir is not None or target_dir is not None if overwrite is None else overwrite
+    if verl.is_idle_rank():
+        return
     level = log_level or ("error" if quiet else "warning")
     with failures_told(as_json, level == "debug"), logged(level):
         from lazymerge import api

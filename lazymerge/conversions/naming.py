@@ -44,22 +44,37 @@ def _without_wrappers(name: str) -> str:
 def select(checkpoint: Checkpoint, include: Sequence[str], exclude: Sequence[str]) -> Checkpoint:
     """The tensors whose names match a pattern of `include` (all, if there is none) and none of `exclude`.
 
-    Patterns are those of a shell: ``*`` matches dots too. A pattern that matches nothing is a `PlanError`.
+    Patterns are those of a shell: ``*`` matches dots too. A pattern that matches no whole name is tried on
+    what follows each dot: ``lora_*`` for all that is called so, wherever it is. One that matches nothing is
+    a `PlanError`.
     """
-    for option, patterns in (("--include", include), ("--exclude", exclude)):
-        for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name in checkpoint.gathers):
-                raise PlanError(
-                    f"{option} {pattern!r} matches none of {len(checkpoint.gathers)} tensors",
-                    f"names look like {next(iter(checkpoint.gathers), '')}; * matches dots too",
-                )
+    wanted, unwanted = (
+        {name for pattern in patterns for name in _matching(checkpoint, option, pattern)}
+        for option, patterns in (("--include", include), ("--exclude", exclude))
+    )
     reasons = {}
     for name in checkpoint.gathers:
-        if include and not any(fnmatchcase(name, pattern) for pattern in include):
+        if include and name not in wanted:
             reasons[name] = "not among --include"
-        elif any(fnmatchcase(name, pattern) for pattern in exclude):
+        elif name in unwanted:
             reasons[name] = "excluded by --exclude"
     if not reasons:
         return checkpoint
     kept = {name: gather for name, gather in checkpoint.gathers.items() if name not in reasons}
     return checkpoint.with_gathers(kept, left_out=reasons)
+
+
+def _matching(checkpoint: Checkpoint, option: str, pattern: str) -> list[str]:
+    for match in (fnmatchcase, _matches_an_end):
+        found = [name for name in checkpoint.gathers if match(name, pattern)]
+        if found:
+            return found
+    raise PlanError(
+        f"{option} {pattern!r} matches none of {len(checkpoint.gathers)} tensors",
+        f"names look like {next(iter(checkpoint.gathers), '')}; * matches dots too",
+    )
+
+
+def _matches_an_end(name: str, pattern: str) -> bool:
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[at:]), pattern) for at in range(1, len(parts)))

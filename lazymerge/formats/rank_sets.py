@@ -62,11 +62,18 @@ def holds_ranks(path: Path) -> bool:
     Raises `SourceError` for a pipe and its kind, under the name of such a file too: no format reads one.
     """
     if path.is_dir():
-        return bool(_rank_sets([path])) or _full_file(path) is not None
+        return bool(_rank_sets([path])) or (not _holds_safetensors(path) and _full_file(path) is not None)
     if not path.exists():
         return False
     refuse_no_file(path)
     return path.suffix in _FULL_SUFFIXES
+
+
+def _holds_safetensors(folder: Path) -> bool:
+    """Whether a full state dict is the second best here: transformers too takes the safetensors beside it."""
+    return any(
+        os.path.lexists(folder / name) for name in ("model.safetensors", "model.safetensors.index.json")
+    )
 
 
 def choose_ranks(paths: Sequence[Path], world_size: int | None, notes: list[Note]) -> RankSet:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from lazymerge.checkpoint import Checkpoint
-from lazymerge.errors import AmbiguousCheckpoint, NotACheckpoint, SourceError
+from lazymerge.errors import AmbiguousCheckpoint, NotACheckpoint, PlanError, SourceError
 from lazymerge.formats.locate import POINTER, Located, locate, pointed_step, two_places
 
 
@@ -26,6 +26,7 @@ class OpenOptions:
     fsdp_version: int | None = None
     world_size: int | None = None
     hf_config: Path | None = None
+    backend: str | None = None
 
 
 class Format(Protocol):
@@ -52,11 +53,12 @@ def formats() -> list[Format]:
     found: dict[str, Format] = {}
     for entry in sorted(entry_points(group="lazymerge.formats"), key=lambda entry: entry.name):
         found[entry.name] = entry.load()
-    if not {"fsdp", "megatron"} <= set(found):  # run from a source tree that is not installed
-        from lazymerge.formats import fsdp
+    if not {"fsdp", "huggingface", "megatron"} <= set(found):  # a source tree that is not installed
+        from lazymerge.formats import fsdp, huggingface
         from lazymerge.formats.megatron import format as megatron
 
-        found = {"fsdp": fsdp.FORMAT, "megatron": megatron.FORMAT, **found}
+        own: list[Format] = [fsdp.FORMAT, huggingface.FORMAT, megatron.FORMAT]
+        found = {each.name: each for each in own} | found
     return list(found.values())
 
 
@@ -69,7 +71,7 @@ def open_checkpoint(sources: Sequence[str | os.PathLike[str]], options: OpenOpti
     paths = [Path(source) for source in sources]
     for path in paths:
         _check_readable(path)
-    known_formats = formats()
+    known_formats = _wanted(options.backend)
     located: dict[str, list[Located | None]] = {}
     other_component: list[NotACheckpoint] = []
     for known in known_formats:
@@ -90,6 +92,17 @@ def open_checkpoint(sources: Sequence[str | os.PathLike[str]], options: OpenOpti
         raise other_component[0]
     strange = [path for path, *places in zip(paths, *located.values(), strict=True) if not any(places)]
     raise _unknown(strange[0] if strange else paths[0], known_formats)
+
+
+def _wanted(backend: str | None) -> list[Format]:
+    """The formats that may be taken: all, or the one that the user names."""
+    known = formats()
+    wanted = [each for each in known if backend in (None, each.name)]
+    if not wanted:
+        raise PlanError(
+            f"--backend {backend}: no such format", f"choose one of {', '.join(each.name for each in known)}"
+        )
+    return wanted
 
 
 def _two_formats(source: Path, places: dict[str, Located | None]) -> AmbiguousCheckpoint:

@@ -1,0 +1,51 @@
+"""What `--stage merge` leaves beside the weights, so that `--stage convert` can go on from there.
+
+    lazymerge-stage.json    {"format": "megatron", "settings": {...}}
+
+The weights are under the trainer's own names, which only the format that they came from explains.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lazymerge.errors import DamagedFile
+from lazymerge.files.local import LocalFile, refuse_no_file
+
+STAGE = "lazymerge-stage.json"
+_LARGEST = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """The format that the tensors came from, and what the trainer recorded of its own arguments."""
+
+    format: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> bytes:
+        """The file's content."""
+        return (
+            json.dumps({"format": self.format, "settings": dict(self.settings)}, indent=2) + "\n"
+        ).encode()
+
+
+def read_staged(folder: Path) -> Staged:
+    """What the folder's tensors came from; "huggingface" where it does not say."""
+    path = folder / STAGE
+    if not path.exists():
+        return Staged("huggingface")
+    refuse_no_file(path)
+    file = LocalFile(path)
+    try:
+        content = json.loads(file.read(0, min(file.size, _LARGEST)))
+        name, settings = content["format"], content["settings"]
+    except (ValueError, RecursionError, TypeError, KeyError):
+        name = settings = None
+    if not isinstance(name, str) or not isinstance(settings, dict):
+        raise DamagedFile(f"{path}: does not say what the tensors came from", "run --stage merge again")
+    return Staged(name, settings)

@@ -1,0 +1,119 @@
+"""verl's command line, word for word: `python -m verl.model_merger` becomes `python -m lazymerge`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from lazymerge import cli
+from tests.checks import assert_same_model, tied_away, tree
+from tests.makers.layout import Made
+
+SAMPLES = Path(__file__).parent / "data/megatron"
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(cli.cli, [str(arg) for arg in args], prog_name="lazymerge")
+
+
+def assert_merged(done: Result, folder: Path, made: Made) -> None:
+    assert done.exit_code == 0, done.stderr
+    assert_same_model(folder, made.truth, tied_away(made))
+
+
+def test_the_command_of_the_documentation(checkpoint, tmp_path: Path):
+    made = checkpoint("fsdp2-qwen2")
+    done = run("merge", "--backend", "fsdp", "--local_dir", made.leaf, "--target_dir", tmp_path / "out")
+    assert_merged(done, tmp_path / "out", made)
+
+
+def test_every_flag_of_it(checkpoint, tmp_path: Path):
+    made = checkpoint("fsdp2-qwen2")
+    done = run(
+        *("merge", "--backend", "fsdp", "--local_dir", made.leaf, "--target_dir", tmp_path / "out"),
+        *("--hf_model_path", made.sidecars, "--use_cpu_initialization", "--low_cpu_mem_usage"),
+        *("--trust-remote-code", "--private", "--log-level", "info"),
+    )
+    assert_merged(done, tmp_path / "out", made)
+    assert "--use_cpu_initialization: no model is ever built here" in done.stderr
+    assert "--low_cpu_mem_usage: memory is always bounded here" in done.stderr
+
+
+def test_where_it_writes_if_it_is_not_told(checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    made = checkpoint("fsdp2-qwen2")
+    assert_merged(run("merge", "--backend", "fsdp", "--local_dir", made.leaf), tmp_path / "tmp", made)
+
+
+def test_a_second_time_replaces_the_first_as_there(checkpoint, tmp_path: Path):
+    for name in ("fsdp2-llama", "fsdp2-qwen2"):
+        made = checkpoint(name)
+        done = run("merge", "--backend", "fsdp", "--local_dir", made.leaf, "--target_dir", tmp_path / "out")
+        assert_merged(done, tmp_path / "out", made)
+    before = tree(tmp_path / "out")
+    done = run("merge", "--local_dir", made.leaf, "--target_dir", tmp_path / "out", "--no-overwrite")
+    assert (done.exit_code, tree(tmp_path / "out")) == (2, before)
+    assert "is not empty" in done.stderr
+
+
+@pytest.mark.parametrize("flags", [["--tie-word-embedding"], ["--tie_word_embedding", "--is-value-model"]])
+def test_flags_that_are_megatrons(checkpoint, tmp_path: Path, flags: list[str]):
+    made = checkpoint("fsdp2-qwen2")
+    done = run("merge", "--backend", "fsdp", "--local_dir", made.leaf, "--target_dir", tmp_path / "o", *flags)
+    assert done.exit_code == 2
+    assert "--tie-word-embedding" in done.stderr
+
+
+def test_megatron(tmp_path: Path):
+    from safetensors.torch import load_file
+
+    sample = SAMPLES / "verl_te_qwen3moe_ep2_vpp"
+    done = run(
+        *("merge", "--backend", "megatron", "--local_dir", sample / "ckpt", "--target_dir", tmp_path / "out"),
+        *("--hf_model_path", sample / "hf"),
+    )
+    assert done.exit_code == 0, done.stderr
+    assert_same_model(tmp_path / "out", load_file(sample / "hf/model.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("backend", "words"), [("megatron", "no checkpoint"), ("deepspeedy", "no such format")]
+)
+def test_another_backend(checkpoint, tmp_path: Path, backend: str, words: str):
+    made = checkpoint("fsdp2-qwen2")
+    done = run("merge", "--backend", backend, "--local_dir", made.leaf, "--target_dir", tmp_path / "out")
+    assert done.exit_code == 2
+    assert words in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["a", "b", "--local_dir", "c"], "--local-dir is SRC"),
+        (["--target_dir", "c"], "Missing argument 'SRC...'"),
+        (["a", "--target_dir", "c", "--hf-config", "x", "--hf_model_path", "y"], "is --hf-config"),
+    ],
+)
+def test_both_ways_at_once(args: list[str], words: str):
+    done = run("merge", *args)
+    assert done.exit_code == 2
+    assert words in done.stderr
+
+
+def test_under_torchrun_one_rank_merges(checkpoint, tmp_path: Path):
+    """verl merges Megatron under torchrun: the others end at once, and well."""
+    made = checkpoint("fsdp2-qwen2")
+    command = [sys.executable, "-m", "lazymerge", "merge", "--local_dir", made.leaf, "--target_dir"]
+    for rank in ("1", "0"):
+        environment = {**os.environ, "TORCHELASTIC_RUN_ID": "x", "RANK": rank, "WORLD_SIZE": "2"}
+        done = subprocess.run(
+            [*command, tmp_path / "out"], env=environment, capture_output=True, text=True, cwd=Path.cwd()
+        )
+        assert done.returncode == 0, done.stderr
+        assert (tmp_path / "out").exists() == (rank == "0")
+    assert_same_model(tmp_path / "out", made.truth, tied_away(made))

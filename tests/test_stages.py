@@ -1,0 +1,81 @@
+"""--stage merge keeps the trainer's names and layouts; --stage convert goes on from there, to the same bytes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+import lazymerge
+from lazymerge.errors import DamagedFile, PlanError
+from tests.checks import assert_same_model, refused
+
+SAMPLES = Path(__file__).parent / "data/megatron"
+NAMES = ["verl_te_qwen3moe_ep2_vpp", "torch_oldnames_llama_tp2pp2"]
+
+
+@pytest.fixture(params=NAMES)
+def sample(request: pytest.FixtureRequest) -> Path:
+    return SAMPLES / request.param
+
+
+def test_both_stages_give_what_one_pass_gives(sample: Path, tmp_path: Path):
+    truth = load_file(sample / "hf/model.safetensors")
+    lazymerge.merge(sample / "ckpt", tmp_path / "merged", stage="merge", hf_config=sample / "hf")
+    lazymerge.merge(tmp_path / "merged", tmp_path / "model", stage="convert")
+    lazymerge.merge(sample / "ckpt", tmp_path / "once", hf_config=sample / "hf")
+    assert_same_model(tmp_path / "model", truth)
+    for path in (tmp_path / "once").iterdir():
+        assert (tmp_path / "model" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_the_first_stage_has_the_trainers_names_and_is_no_model(sample: Path, tmp_path: Path):
+    lazymerge.merge(sample / "ckpt", tmp_path / "merged", stage="merge", hf_config=sample / "hf")
+    with safe_open(tmp_path / "merged/model.safetensors", framework="pt") as file:
+        assert any(name.startswith("decoder.layers.") for name in file.keys())  # noqa: SIM118
+    assert not (tmp_path / "merged/config.json").exists()
+    assert (tmp_path / "merged/huggingface/config.json").exists()
+
+
+def test_an_fsdp_checkpoint(checkpoint, tmp_path: Path):
+    made = checkpoint("fsdp2-llama-tied")
+    lazymerge.merge(made.root, tmp_path / "merged", stage="merge")
+    with safe_open(tmp_path / "merged/model.safetensors", framework="pt") as file:
+        assert set(file.keys()) == set(made.truth)  # tied ones too: nothing is converted
+    lazymerge.merge(tmp_path / "merged", tmp_path / "model", stage="convert")
+    lazymerge.merge(made.root, tmp_path / "once")
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "once"))
+    assert set(one) == set(other)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_flags_of_the_other_stage(sample: Path, tmp_path: Path):
+    with refused(PlanError, "--tie-word-embedding: nothing is converted", dst=tmp_path / "out"):
+        lazymerge.merge(sample / "ckpt", tmp_path / "out", stage="merge", tie_word_embedding=True)
+    with refused(PlanError, "--stage 'read'", dst=tmp_path / "out"):
+        lazymerge.merge(sample / "ckpt", tmp_path / "out", stage=["read"])
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"format": 3, "settings": {}}', '{"format": "megatron"}', "[" * 9999]
+)
+def test_a_damaged_record(sample: Path, tmp_path: Path, text: str):
+    lazymerge.merge(sample / "ckpt", tmp_path / "merged", stage="merge", hf_config=sample / "hf")
+    (tmp_path / "merged/lazymerge-stage.json").write_text(text)
+    with refused(DamagedFile, "lazymerge-stage.json", dst=tmp_path / "out"):
+        lazymerge.merge(tmp_path / "merged", tmp_path / "out")
+
+
+def test_a_lost_record(sample: Path, tmp_path: Path):
+    """The names alone then: no loader's, and the check says so."""
+    lazymerge.merge(sample / "ckpt", tmp_path / "merged", stage="merge", hf_config=sample / "hf")
+    (tmp_path / "merged/lazymerge-stage.json").unlink()
+    with pytest.raises(lazymerge.LazymergeError, match=r"config\.json"):
+        lazymerge.merge(tmp_path / "merged", tmp_path / "out")
+    assert json.loads((tmp_path / "merged/huggingface/config.json").read_text())
+    shutil.rmtree(tmp_path / "merged")
