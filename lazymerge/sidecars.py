@@ -122,13 +122,21 @@ def _matching(folder: Path) -> list[str]:
 def _is_there(path: Path, *, links: bool) -> bool:
     """Whether there is such a file; anything else under that name is refused, links unless they may be."""
     try:
-        mode = path.stat().st_mode if links else path.lstat().st_mode
+        mode = path.stat().st_mode if links or _in_hub_cache(path) else path.lstat().st_mode
     except OSError:
         return False
     if not stat.S_ISREG(mode):
         kind = "a link" if stat.S_ISLNK(mode) else "no plain file"
         raise SourceError(f"{path}: is {kind}", "put the file itself there, or give --hf-config DIR")
     return True
+
+
+def _in_hub_cache(path: Path) -> bool:
+    """Whether it is a link in the hub's cache: ``snapshots/REVISION/NAME -> ../../blobs/HASH``."""
+    for folder in path.parents[:2]:  # NAME may be in a folder of its own
+        if folder.parent.name == "snapshots":
+            return path.resolve().parent == (folder.parent.parent / "blobs").resolve()
+    return False
 
 
 def _add_code(

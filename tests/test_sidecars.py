@@ -78,6 +78,24 @@ def test_only_what_a_model_needs_is_copied(src, out):
     assert names(out) == {"config.json", "model.safetensors"}
 
 
+def test_the_cache_of_the_hub(src, out, tmp_path):
+    """There every file is a link into the folder of blobs; any other link is refused as everywhere."""
+    snapshot = tmp_path / "models--a--b/snapshots/0123"
+    blobs = tmp_path / "models--a--b/blobs"
+    for folder in (snapshot, blobs):
+        folder.mkdir(parents=True)
+    for number, path in enumerate(sorted(src.iterdir())):
+        path.rename(blobs / str(number))
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    lazymerge.merge(snapshot, out)
+    assert names(out) == {"config.json", "model.safetensors"}
+    assert (out / "config.json").read_bytes() == (snapshot / "config.json").read_bytes()
+    (snapshot / "vocab.txt").symlink_to("../../../secret")
+    (tmp_path / "secret").write_text("x")
+    with pytest.raises(SourceError, match="is a link"):
+        lazymerge.merge(snapshot, tmp_path / "other")
+
+
 def test_additional_chat_templates(src, out):
     (src / "additional_chat_templates").mkdir()
     (src / "additional_chat_templates/tool_use.jinja").write_text("{{ x }}\n")

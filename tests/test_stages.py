@@ -1,4 +1,4 @@
-"""--stage merge keeps the trainer's names and layouts; --stage convert goes on from there, to the same bytes."""
+"""--stage merge keeps the trainer's names and layouts; --stage convert goes on, to the same bytes."""
 
 from __future__ import annotations
 
