@@ -12,10 +12,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lazymerge.api import merge, open  # noqa: A004 - `lazymerge.open` is what it does
+    from lazymerge.api import merge, open, upload  # noqa: A004 - `lazymerge.open` is what it does
     from lazymerge.checkpoint import Checkpoint, Note, Topology
     from lazymerge.errors import LazymergeError
     from lazymerge.report import MergeReport, Progress
+    from lazymerge.verification import VerifyReport, verify
 
 __version__ = "0.1.0"
 
@@ -26,8 +27,11 @@ __all__ = [
     "Note",
     "Progress",
     "Topology",
+    "VerifyReport",
     "merge",
     "open",
+    "upload",
+    "verify",
 ]
 
 _HOMES = {
@@ -39,6 +43,9 @@ _HOMES = {
     "Topology": "lazymerge.checkpoint",
     "merge": "lazymerge.api",
     "open": "lazymerge.api",
+    "upload": "lazymerge.api",
+    "VerifyReport": "lazymerge.verification",
+    "verify": "lazymerge.verification",
 }
 """Name -> the module that has it, imported when it is first asked for: `lazymerge --help` needs none."""
 

@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,6 +24,7 @@ from lazymerge.files.size import parse_size
 from lazymerge.fill import equal
 from lazymerge.formats.registry import OpenOptions, open_checkpoint
 from lazymerge.gather import of_region
+from lazymerge.hub.send import accessible, send
 from lazymerge.increments import grown, held, record_of
 from lazymerge.output import Destination, check_destination, claim, sources_of
 from lazymerge.plan import SAFETENSORS, Plan
@@ -33,6 +35,9 @@ Pathlike = str | os.PathLike[str]
 Sources = Pathlike | Sequence[Pathlike]
 
 log = logging.getLogger("lazymerge")
+
+_OF_TWO_RUNS = 3
+"""Copies from which on two ranks that agree in none of them are no drift of one run."""
 
 
 def open(  # noqa: A001 - `lazymerge.open` is what it does
@@ -89,6 +94,13 @@ def merge(
     check_copies: bool = True,
     overwrite: bool = False,
     dry_run: bool = False,
+    verify: bool = False,
+    push_to_hub: str | None = None,
+    private: bool = False,
+    token: str | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    commit_message: str | None = None,
     on_progress: OnProgress | None = None,
 ) -> MergeReport:
     """Merge the checkpoint at `src` into a Hugging Face model in the folder `dst`.
@@ -113,6 +125,9 @@ def merge(
     check_copies    compare what several ranks hold; reads all of their bytes
     overwrite       replace the model that is in `dst`, once the new one is complete
     dry_run         plan only; nothing is written
+    verify          reread the result from disk, compare it bitwise with the source, and leave a manifest
+    push_to_hub     upload the result, verified, to this repository: "ORG/NAME"; asked for before the merge
+    private, token, revision, create_pr, commit_message  how, as `upload` has them
 
     Returns a `MergeReport`. Prints nothing; `on_progress` is called with `Progress` events. Raises
     `LazymergeError`, whose two lines say what is wrong and what to do; a merge that was interrupted
@@ -150,7 +165,8 @@ def merge(
         _several(stage) or (MERGE, CONVERT),
     )
     log.debug("opened %r", checkpoint)
-    prepared = prepare(checkpoint, options, Path(hf_config) if hf_config else None)
+    linked = Path(hf_config) if hf_config else None
+    prepared = prepare(checkpoint, options, linked)
     identity = {"lazymerge": lazymerge.__version__, **options.identity(), "fsdp_version": fsdp_version}
     identity["config"] = prepared.config
     kept = held(folder, identity, sources_of(checkpoint.files))
@@ -161,6 +177,9 @@ def merge(
         raise PlanError(f"--max-workers {max_workers}", "give 1 or more")
     spending = spend(budget, max_workers or min(4, os.cpu_count() or 1), prepared.plan.tensors)
     log.debug("planned %s", _described(prepared.plan, spending))
+    target = None
+    if push_to_hub is not None:
+        target = accessible(push_to_hub, private, token, revision, create_pr, commit_message)
     if dry_run:
         check_destination(folder, sources, overwrite=overwrite)
         return _report(folder, prepared, spending, budget, started, meter, dry_run=True)
@@ -176,24 +195,82 @@ def merge(
         resumed = tuple(sorted(destination.finished))
         _write(prepared, destination, spending, meter, identity if options.include else None)
     log.debug("published %s", folder)
-    return _report(folder, prepared, spending, budget, started, meter, resumed=resumed)
+    if verify or target is not None:
+        written = prepared.checkpoint
+        if kept:  # which this merge has not planned
+            whole = prepare(checkpoint, replace(options, include=(), exclude=()), linked).checkpoint
+            there = {*written.gathers, *(name for each in kept for name in each.tensors)}
+            written = whole.with_gathers({name: g for name, g in whole.gathers.items() if name in there})
+        _verify(written, folder, budget, spending.workers, meter)
+    url = None if target is None else send(folder, target, on_progress)
+    report = _report(folder, prepared, spending, budget, started, meter, resumed=resumed)
+    return replace(report, verified=verify or target is not None, url=url)
+
+
+def upload(
+    folder: Pathlike,
+    repo_id: str,
+    *,
+    private: bool = False,
+    token: str | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    commit_message: str | None = None,
+    on_progress: OnProgress | None = None,
+) -> str:
+    """Upload the result in `folder`, which was merged with `verify`, to the Hugging Face Hub.
+
+    private         make the repository private, if it has to be made
+    token           default: HF_TOKEN, or who is logged in
+    revision        a branch; it is made if it is not there
+    create_pr       propose the files in a pull request
+
+    Only files that the manifest lists are sent, and none that the hub has already. Returns the URL of the
+    commit. Raises `LazymergeError` where the hub cannot be reached or says no, or the result is not verified.
+    """
+    target = accessible(repo_id, private, token, revision, create_pr, commit_message)
+    return send(Path(folder), target, on_progress)
+
+
+def _verify(checkpoint: Checkpoint, folder: Path, budget: int, workers: int, meter: Meter) -> None:
+    """Compare the result on the disk with what it was made of; leave a manifest."""
+    from lazymerge.reread import verify_result
+
+    meter.done = 0
+    verify_result(
+        checkpoint,
+        folder,
+        max_ram=budget,
+        workers=workers,
+        on_bytes=lambda count, total, name: meter.add("verify", total, name, count),
+    )
 
 
 def _compare_copies(checkpoint: Checkpoint, strict: bool, meter: Meter) -> Checkpoint:
     """Compare what several ranks hold; those that differ become warnings, or an error."""
     notes: dict[str, Note] = {}
-    compared = 0
+    compared: Counter[tuple[str, str]] = Counter()
+    differing: Counter[tuple[str, str]] = Counter()
     for copy in checkpoint.copies():
-        if copy.name in notes or copy.name not in checkpoint.gathers:
+        if copy.name not in checkpoint.gathers:
             continue
         meter.tell("check", 0, 0, copy.name)
-        compared += 1
-        if not equal(of_region(copy.used), of_region(copy.other)):
-            text = f"{copy.name} differs between {copy.used.source.name} and {copy.other.source.name}"
-            if strict:
-                raise InconsistentCheckpoint(text, "merge without --strict to take the first one's values")
-            notes[copy.name] = Note("warning", f"{text}; the first one's values are taken", copy.name)
-    log.debug("checked %d copies that ranks share, %d tensors differ", compared, len(notes))
+        files = copy.used.source.name, copy.other.source.name
+        compared[files] += 1
+        if equal(of_region(copy.used), of_region(copy.other)):
+            continue
+        differing[files] += 1
+        text = f"{copy.name} differs between {files[0]} and {files[1]}"
+        if strict:
+            raise InconsistentCheckpoint(text, "merge without --strict to take the first one's values")
+        notes.setdefault(copy.name, Note("warning", f"{text}; the first one's values are taken", copy.name))
+    for (one, other), count in differing.items():
+        if count == compared[one, other] >= _OF_TWO_RUNS:
+            raise InconsistentCheckpoint(
+                f"{other}: differs from {one} in all {count} tensors that both hold: it is of another save",
+                "bring together the files of one save, or merge with --no-check-copies if it is one",
+            )
+    log.debug("checked %d copies that ranks share, %d tensors differ", compared.total(), len(notes))
     return checkpoint.with_notes(*notes.values())
 
 

@@ -29,6 +29,9 @@ if TYPE_CHECKING:  # each of these takes time that `--help` has not
 FIRST = 5
 """How much of a list is shown to those who do not ask for all."""
 
+_DOING = {"check": "comparing ", "verify": "comparing ", "upload": "uploading "}
+"""What is said of the stages of progress besides writing."""
+
 SECONDS = 5.0
 """Between two lines of progress."""
 
@@ -135,6 +138,10 @@ def _ending(report: MergeReport) -> Iterator[str]:
     if report.dry_run:
         yield "Nothing was written; run without --dry-run to merge."
     else:
+        if report.verified:
+            yield "Reread from the disk and compared with the source: equal, byte for byte."
+        if report.url:
+            yield f"Uploaded: {printable(report.url)}"
         yield "Load it:"
         yield f"  {printable(report.how_to_load)}"
 
@@ -189,7 +196,7 @@ class _Moved:
         if event.total != self.total and self.task is not None:
             self.bar.remove_task(self.task)
             self.task = None
-        doing = "comparing " if event.stage == "check" else ""
+        doing = _DOING.get(event.stage, "")
         text = f"RAM {format_size(event.resident)} {doing}{Path(printable(event.file or '')).stem}"[
             : self.room
         ]
@@ -218,7 +225,8 @@ class Lines:
 
     def line(self, event: Progress, now: float) -> str:
         """How far it is: bytes, rate, time left, memory, file."""
-        parts = ["comparing copies" if event.stage == "check" else "writing"]
+        doing = _DOING.get(event.stage, "writing")
+        parts = [f"{doing}copies" if event.stage == "check" else doing.rstrip()]
         if event.total:
             parts.append(
                 f"{format_size(event.done)} of {format_size(event.total)}"

@@ -37,6 +37,8 @@ ENDED = ".lazymerge-ended"
 JOURNAL = "journal.jsonl"
 PARTIAL = "partial.json"
 """What a merge of some tensors leaves in the staging folder: lazymerge.increments says what is in it."""
+MANIFEST = "lazymerge-manifest.json"
+"""What `lazymerge.manifest` writes of a result that was verified; it is of no use beside another one."""
 WEIGHTS = re.compile(
     r"(model|consolidated)[\w.-]*\.safetensors(\.index\.json)?|pytorch_model[\w.-]*\.bin(\.index\.json)?"
 )
@@ -229,6 +231,7 @@ class Destination:
         for name, identity in self._renamed.items():  # a sidecar that the source no longer has
             if name not in names and is_file(self.folder / name, identity):
                 (self.folder / name).unlink()
+        (self.folder / MANIFEST).unlink(missing_ok=True)
         sync_folder(self.staging)
         for name in names:
             if (self.staging / name).exists():
@@ -315,6 +318,8 @@ def _check_place(folder: Path, sources: Sequence[Path]) -> None:
 def _published(staging: Path) -> set[str]:
     """What unfinished merges may have renamed into the folder: names of files and of folders there."""
     names = {*listed(read_lines(staging / JOURNAL))}
+    if (staging / PARTIAL).exists():
+        names.add(MANIFEST)
     for line in read_lines(staging / PARTIAL):
         names |= {*(line["files"] if isinstance(line.get("files"), dict) else ())}
     return {name.partition("/")[0] for name in names}

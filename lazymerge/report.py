@@ -21,7 +21,7 @@ class Progress:
     `resident` is the memory of the process in bytes.
     """
 
-    stage: str  # "check", "write", "finish"
+    stage: str  # "check", "write", "finish", "verify", "upload"
     done: int
     total: int
     resident: int
@@ -95,6 +95,8 @@ class MergeReport:
     left_out: Mapping[str, str]
     resumed: tuple[str, ...]
     how_to_load: str
+    verified: bool = False
+    url: str | None = None  # where it was uploaded to
 
     @property
     def warnings(self) -> tuple[Note, ...]:

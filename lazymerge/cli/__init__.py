@@ -19,8 +19,10 @@ from typing import Any
 import click
 
 from lazymerge import __version__
+from lazymerge.cli.hub import upload
 from lazymerge.cli.merge import merge
 from lazymerge.cli.options import examples, print_json
+from lazymerge.cli.verify import verify
 
 CONTEXT = {
     "help_option_names": ["-h", "--help"],
@@ -86,3 +88,6 @@ def cli(context: click.Context) -> None:
 
 
 cli.add_command(merge)
+cli.add_command(upload)
+cli.add_command(verify)
+cli.add_command(verify, "test")

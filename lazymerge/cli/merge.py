@@ -9,6 +9,7 @@ import click
 
 from lazymerge.cli import verl
 from lazymerge.cli.failures import failures_told
+from lazymerge.cli.hub import hub_options
 from lazymerge.cli.options import FOLDER, examples, print_json, talk_options
 from lazymerge.display import logged, progress_shown, report_lines
 
@@ -142,7 +143,21 @@ from lazymerge.display import logged, progress_shown, report_lines
     default=None,
     help="Replace the model in DST, once the new one is complete.  [default: no; yes with --target-dir]",
 )
+@click.option(
+    "--verify/--no-verify",
+    default=False,
+    show_default=True,
+    help="Reread the result, compare every byte with the source, and leave a manifest for `verify`.",
+)
+@hub_options
 @click.option("--dry-run", is_flag=True, help="Show what would be written and what it takes; write nothing.")
+@click.option(
+    "--push-to-hub",
+    "--hf-upload-path",
+    "push_to_hub",
+    metavar="ORG/NAME",
+    help="Upload the result, after --verify; whether that can be done is asked before the merge.",
+)
 @click.option("--target-dir", metavar="DIR", type=FOLDER, help="verl's name of DST.")
 @verl.source_options
 @talk_options

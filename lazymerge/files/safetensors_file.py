@@ -92,6 +92,13 @@ def read_safetensors(file: LocalFile) -> dict[str, Region]:
     return regions
 
 
+def read_metadata(file: LocalFile) -> dict[str, object]:
+    """What the header says of the file itself, such as its format; `DamagedFile` if it is no header."""
+    _, entries = _header(file)
+    metadata = entries.get("__metadata__")
+    return metadata if type(metadata) is dict else {}
+
+
 def _header(file: LocalFile) -> tuple[int, dict[str, object]]:
     """Where the data begins, and the header's entries."""
     size = int.from_bytes(file.read(0, 8), "little") if file.size >= 8 else -1

@@ -1,0 +1,213 @@
+"""The command `verify`, which is also called `test`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lazymerge.cli.failures import failures_told
+from lazymerge.cli.options import FOLDER, examples, print_json, talk_options
+from lazymerge.display import duration, logged, printable, progress_shown
+from lazymerge.errors import VerificationError
+from lazymerge.files.size import format_size
+
+if TYPE_CHECKING:  # numpy and all that reads checkpoints, which `--help` has no time for
+    from lazymerge.comparison import Comparison, Difference
+    from lazymerge.verification import VerifyReport
+
+_SHOWN = 60
+"""Characters of a name in the table; the middle of a longer one is left out."""
+
+
+@click.command(
+    epilog=examples(
+        "verify model/",
+        "verify checkpoints/global_step_100 --against Qwen2.5-7B/ --max-mismatches 5",
+        "verify model/ --against other/ --exact",
+        "verify checkpoints/global_step_100 --against model-bf16/ --accept-rounding",
+        "verify model/ --against other/ --forward --json | jq .forward.largest",
+    )
+)
+@click.argument("src", metavar="A", type=FOLDER)
+@click.option("--against", metavar="B", type=FOLDER, help="What A should be equal to.")
+@click.option(
+    "--atol",
+    metavar="X",
+    type=float,
+    help="Values a of A and b of B are equal where |a - b| <= atol + rtol |b|.  [default: 1e-6]",
+)
+@click.option("--rtol", metavar="X", type=float, help="See --atol.  [default: 0]")
+@click.option("--exact", is_flag=True, help="Equal is what has the same bytes; 0.0 and -0.0 have not.")
+@click.option(
+    "--accept-rounding",
+    is_flag=True,
+    help="Compare different dtypes too, and accept what rounding to the coarser one explains.",
+)
+@click.option(
+    "--max-mismatches",
+    metavar="N",
+    type=click.IntRange(min=0),
+    default=20,
+    show_default=True,
+    help="Differences of each kind to list; all are counted.",
+)
+@click.option(
+    "--forward", is_flag=True, help="Also run both folders in transformers, in fp32, and compare the logits."
+)
+@click.option(
+    "--component",
+    metavar="[actor|critic|NAME]",
+    default="actor",
+    show_default=True,
+    help="Which model of a run, where A or B is a run or one of its steps.",
+)
+@click.option(
+    "--fsdp-version",
+    type=click.Choice(["1", "2"]),
+    callback=lambda context, option, value: value and int(value),
+    help="What wrote the ranks, where they do not say it.",
+)
+@click.option(
+    "--world-size",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="How many ranks there were, where a folder holds files of several runs.",
+)
+@click.option("--hf-config", metavar="DIR", type=FOLDER, help="Config, before those that A and B have.")
+@click.option(
+    "--family", metavar="NAME|FILE", help="Megatron: the table of names.  [default: by config.json]"
+)
+@click.option("--trust-remote-code", is_flag=True, help="Run the model code that config.json names.")
+@click.option(
+    "--max-ram",
+    metavar="SIZE",
+    help="Resident memory at most, as 16GB (10^9), 512MiB (2^20) or bytes."
+    "  [default: 2GB, or half of what is free if that is less]",
+)
+@click.option(
+    "--max-workers",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Threads, 64 at most.  [default: 4, or the cores]",
+)
+@talk_options
+def verify(
+    src: Path, against: Path | None, as_json: bool, quiet: bool, log_level: str | None, **options: Any
+) -> None:
+    """Compare the checkpoint A with B, or check the files of a result A.
+
+    A and B are anything that can be merged, and Hugging Face models; nothing is written. Without --against,
+    the files of A are checked against each other, and every byte of them against the manifest that a merge
+    with --verify has left. The exit code is 0 if all is equal, and 3 if not.
+    """
+    level = log_level or ("error" if quiet else "warning")
+    with failures_told(as_json, level == "debug"), logged(level):
+        from lazymerge.verification import verify as run
+
+        with progress_shown(quiet) as on_progress:
+            report = run(src, against, on_progress=on_progress, **options)
+        if as_json:
+            print_json(report.to_json())
+        elif not quiet:
+            for line in lines(report):
+                click.echo(line)
+    if not report.same:
+        sys.exit(VerificationError.exit_code)
+
+
+def lines(report: VerifyReport) -> Iterator[str]:
+    """The report for a person, line by line; the last one is the answer."""
+    for problem in (*report.structure, *(report.manifest.problems if report.manifest else ())):
+        yield printable(str(problem))
+    if report.comparison is not None:
+        yield from _comparison(report.comparison)
+    if report.forward is not None:
+        found = report.forward
+        largest = "cannot be compared" if found.largest is None else f"differ by {found.largest:.3g} at most"
+        yield f"Logits {largest}; {found.agreeing} of {found.positions} positions have the same largest one"
+        for side, missing in zip(("A", "B"), found.missing, strict=True):
+            if missing:
+                yield f"  {side} lacks {len(missing)} weights, such as {printable(missing[0])}"
+    yield _answer(report)
+
+
+def _comparison(comparison: Comparison) -> Iterator[str]:
+    for kind, title in (
+        ("missing", "Missing in A"),
+        ("extra", "Only in A"),
+        ("shape", "Of other shapes"),
+        ("dtype", "Of other dtypes"),
+        ("values", "Of other values"),
+    ):
+        count = comparison.counts[kind]
+        if not count:
+            continue
+        listed = [difference for difference in comparison.differences if difference.kind == kind]
+        yield f"{title}: {count:,} tensor{'s' if count != 1 else ''}"
+        yield from _table(kind, listed)
+        if count > len(listed):
+            yield f"  and {count - len(listed):,} more (--max-mismatches lists more)"
+        yield ""
+    for label, both in (("NaN", comparison.nan), ("infinity", comparison.inf)):
+        if any(both):
+            yield f"{label}: {both[0]:,} elements in A, {both[1]:,} in B"
+            for each in comparison.nonfinite:
+                here = each.nan if label == "NaN" else each.inf
+                if any(here):
+                    yield f"  {_short(each.name)}  {here[0]:,}  {here[1]:,}"
+    if comparison.hint:
+        yield f"hint: {comparison.hint}"
+
+
+def _table(kind: str, listed: list[Difference]) -> Iterator[str]:
+    """Rows of equal columns, with a heading where they need one."""
+    rows = [_row(kind, difference) for difference in listed]
+    if kind == "values" and rows:
+        rows.insert(0, ("tensor", "largest difference", "mismatches", "first at", "A", "B"))
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))] if rows else []
+    for row in rows:
+        yield "  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _row(kind: str, difference: Difference) -> tuple[str, ...]:
+    name = _short(difference.name)
+    if kind != "values":
+        there = [each for each in (difference.one, difference.other) if each is not None]
+        return name, " in A, ".join(there) + (" in B" if len(there) == 2 else "")
+    share = f"{difference.mismatches:,} of {difference.elements:,}"
+    return name, f"{difference.largest:.3g}", share, str(list(difference.first or ())), *difference.shown()
+
+
+def _short(name: str) -> str:
+    name = printable(name)
+    half = _SHOWN // 2 - 1
+    return name if len(name) <= _SHOWN else f"{name[:half]}..{name[-half:]}"
+
+
+def _answer(report: VerifyReport) -> str:
+    took = f"in {duration(report.seconds)}, {format_size(report.peak)} of memory"
+    comparison, manifest = report.comparison, report.manifest
+    if comparison is not None:
+        differing = sum(comparison.counts.values())
+        all_of_them = comparison.tensors + differing - comparison.counts["values"]
+        said = (
+            f"{differing:,} of {all_of_them:,} tensors differ"
+            if differing
+            else f"equal: {comparison.tensors:,} tensors, {comparison.identical:,} of them byte for byte"
+        )
+        if not differing and not report.same:
+            said = "the weights are equal, the logits are not"
+        return f"{said} ({format_size(comparison.nbytes)} compared {took})"
+    problems = len(report.structure) + (len(manifest.problems) if manifest else 0)
+    if problems:
+        return f"{problems:,} problem{'s' if problems != 1 else ''} found ({took})"
+    if manifest is None:
+        return f"the files fit each other; there is no manifest to check their bytes against ({took})"
+    return (
+        f"unchanged: {manifest.files:,} files, {manifest.tensors:,} tensors"
+        f" ({format_size(manifest.nbytes)} read {took})"
+    )
