@@ -16,6 +16,7 @@ from typing import Any
 import lazymerge
 from lazymerge.budget import Spending, default_budget, spend
 from lazymerge.checkpoint import Checkpoint, Note
+from lazymerge.conversions.adapters.trained import EXTRACT, LoraOptions
 from lazymerge.conversions.hub import HubOptions
 from lazymerge.conversions.naming import strip_wrappers
 from lazymerge.errors import InconsistentCheckpoint, PlanError, SourceError
@@ -23,7 +24,7 @@ from lazymerge.execute import write_file
 from lazymerge.files.size import parse_size
 from lazymerge.fill import equal
 from lazymerge.formats.registry import OpenOptions, open_checkpoint
-from lazymerge.gather import of_region
+from lazymerge.gather import Gather, of_region
 from lazymerge.hub.send import accessible, send
 from lazymerge.increments import grown, held, record_of
 from lazymerge.output import Destination, check_destination, claim, sources_of
@@ -89,6 +90,11 @@ def merge(
     backfill: Pathlike | None = None,
     trust_remote_code: bool = False,
     stage: str | Sequence[str] = (MERGE, CONVERT),
+    names: str = "hub",
+    lora: str = EXTRACT,
+    lora_alpha: float | None = None,
+    lora_config: Pathlike | None = None,
+    adapter: str | Sequence[str] = (),
     max_workers: int | None = None,
     strict: bool = False,
     check_copies: bool = True,
@@ -121,6 +127,10 @@ def merge(
     backfill        the folder of the base model, for parts that a Megatron checkpoint lacks (a vision tower)
     trust_remote_code  run the model code that config.json names, to check against it
     stage           "merge" alone keeps the trainer's names and layouts; "convert" goes on from there
+    names           "hub": as save_pretrained writes them; "runtime": as transformers 5 has them in memory
+    lora            of LoRA in the checkpoint: "extract" it beside the base, "only" it, or "fold" it in
+    lora_alpha, lora_config  what LoRA was trained with, where verl's lora_train_meta.json does not say it
+    adapter         folders of PEFT adapters to fold in, each as "DIR" or "DIR=WEIGHT"
     strict          refuse replicas that differ, rather than warn
     check_copies    compare what several ranks hold; reads all of their bytes
     overwrite       replace the model that is in `dst`, once the new one is complete
@@ -153,6 +163,7 @@ def merge(
         force_shape_match,
         check,
         None if backfill is None else str(backfill),
+        names,
     )
     options = Options(
         dtype,
@@ -163,12 +174,14 @@ def merge(
         hub,
         trust_remote_code,
         _several(stage) or (MERGE, CONVERT),
+        LoraOptions(lora, lora_alpha, None if lora_config is None else str(lora_config)),
+        tuple(map(str, _several(adapter))),
     )
     log.debug("opened %r", checkpoint)
     linked = Path(hf_config) if hf_config else None
     prepared = prepare(checkpoint, options, linked)
     identity = {"lazymerge": lazymerge.__version__, **options.identity(), "fsdp_version": fsdp_version}
-    identity["config"] = prepared.config
+    identity |= {"config": prepared.config, "adapters": prepared.told}
     kept = held(folder, identity, sources_of(checkpoint.files))
     if kept:
         prepared = grown(prepared, kept, parse_size(max_shard_size))
@@ -185,7 +198,7 @@ def merge(
         return _report(folder, prepared, spending, budget, started, meter, dry_run=True)
     with claim(folder, sources, overwrite=overwrite) as destination:
         if check_copies:
-            prepared = replace(prepared, checkpoint=_compare_copies(prepared.checkpoint, strict, meter))
+            prepared = _compare_copies(prepared, strict, meter)
         selection = {"include": list(options.include), "exclude": list(options.exclude)}
         files = {file.name: file.size for file in prepared.plan.files}
         job = {**identity, **selection, "files": files, "kept": sorted(prepared.kept)}
@@ -201,7 +214,7 @@ def merge(
             whole = prepare(checkpoint, replace(options, include=(), exclude=()), linked).checkpoint
             there = {*written.gathers, *(name for each in kept for name in each.tensors)}
             written = whole.with_gathers({name: g for name, g in whole.gathers.items() if name in there})
-        _verify(written, folder, budget, spending.workers, meter)
+        _verify(written, prepared.adapters, folder, budget, spending.workers, meter)
     url = None if target is None else send(folder, target, on_progress)
     report = _report(folder, prepared, spending, budget, started, meter, resumed=resumed)
     return replace(report, verified=verify or target is not None, url=url)
@@ -232,7 +245,14 @@ def upload(
     return send(Path(folder), target, on_progress)
 
 
-def _verify(checkpoint: Checkpoint, folder: Path, budget: int, workers: int, meter: Meter) -> None:
+def _verify(
+    checkpoint: Checkpoint,
+    adapters: Mapping[str, Mapping[str, Gather]],
+    folder: Path,
+    budget: int,
+    workers: int,
+    meter: Meter,
+) -> None:
     """Compare the result on the disk with what it was made of; leave a manifest."""
     from lazymerge.reread import verify_result
 
@@ -240,19 +260,21 @@ def _verify(checkpoint: Checkpoint, folder: Path, budget: int, workers: int, met
     verify_result(
         checkpoint,
         folder,
+        adapters,
         max_ram=budget,
         workers=workers,
         on_bytes=lambda count, total, name: meter.add("verify", total, name, count),
     )
 
 
-def _compare_copies(checkpoint: Checkpoint, strict: bool, meter: Meter) -> Checkpoint:
+def _compare_copies(prepared: Prepared, strict: bool, meter: Meter) -> Prepared:
     """Compare what several ranks hold; those that differ become warnings, or an error."""
     notes: dict[str, Note] = {}
     compared: Counter[tuple[str, str]] = Counter()
     differing: Counter[tuple[str, str]] = Counter()
-    for copy in checkpoint.copies():
-        if copy.name not in checkpoint.gathers:
+    names = {*prepared.checkpoint.gathers, *(name for each in prepared.adapters.values() for name in each)}
+    for copy in prepared.checkpoint.copies():
+        if copy.name not in names:
             continue
         meter.tell("check", 0, 0, copy.name)
         files = copy.used.source.name, copy.other.source.name
@@ -271,7 +293,7 @@ def _compare_copies(checkpoint: Checkpoint, strict: bool, meter: Meter) -> Check
                 "bring together the files of one save, or merge with --no-check-copies if it is one",
             )
     log.debug("checked %d copies that ranks share, %d tensors differ", compared.total(), len(notes))
-    return checkpoint.with_notes(*notes.values())
+    return replace(prepared, checkpoint=prepared.checkpoint.with_notes(*notes.values()))
 
 
 def _write(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lazymerge.checkpoint import Note
+from lazymerge.conversions.adapters.adapter import WEIGHTS as ADAPTER
 from lazymerge.errors import InconsistentCheckpoint, OutputError
 from lazymerge.files.local import LocalFile
 from lazymerge.files.safetensors_file import read_safetensors
@@ -89,12 +90,23 @@ def record_of(
 
 def grown(prepared: Prepared, kept: Sequence[Held], shard_size: int) -> Prepared:
     """The merge without what the kept files hold; its plan has those too, with nothing to write in them."""
+    beside = {each.name: each for each in kept if each.name.endswith(ADAPTER)}
+    kept = [each for each in kept if each.name not in beside]
     there = {name for each in kept for name in each.tensors}
     checkpoint = prepared.checkpoint
     unwanted = there - set(checkpoint.gathers)
     missing = {name: gather for name, gather in checkpoint.gathers.items() if name not in there}
     plan = make_plan(missing, max_shard_size=shard_size) if missing else Plan((), None, None)
     plan, links = joined(plan, kept)
+    for file in prepared.plan.files:
+        if file.name not in prepared.adapters:
+            continue
+        found = beside.get(file.name)
+        if found is not None and found.tensors.keys() == prepared.adapters[file.name].keys():
+            links[file.name] = found
+            file = replace(file, tensors=())
+            there |= found.tensors.keys()
+        plan = replace(plan, files=(*plan.files, file))
     text = f"{len(there)} tensors are there from an earlier merge"
     if unwanted:
         text += f"; {len(unwanted)} of them are not asked for this time, and stay"

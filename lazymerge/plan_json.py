@@ -4,6 +4,7 @@
      "sources": [{"path": ..., "size": bytes, "mtime_ns": ...},          a file
                  {"op": ATen name, "operands": [gather, ...], ...},      a computation
                  {"cast": dtype, "operand": gather, "tensor": ...},      a cast that needs no torch
+                 {"lowrank": gather, "terms": [{"left", "right", "scale"}, ...], ...},    an adapter folded in
                  {"memory": base64}],                                    a small tensor
      "files": [{"name": ..., "tensors": [{"name", "shape", "gather"}]}]}
 
@@ -25,6 +26,7 @@ from lazymerge.files.dtype import DTYPES
 from lazymerge.files.local import Descriptors, LocalFile, Source
 from lazymerge.files.region import Region
 from lazymerge.gather import Constant, Gather, Shards
+from lazymerge.lowrank import LowRank, Term
 from lazymerge.plan import BIN, SAFETENSORS, OutputFile, Plan, bin_file, safetensors_file
 
 if TYPE_CHECKING:
@@ -119,6 +121,8 @@ class _Writer:
         if isinstance(source, Cast):
             operand = self.gather(source.operand)
             return {"cast": source.dtype.name, "operand": operand, "tensor": source.tensor}
+        if isinstance(source, LowRank):
+            return self._products(source)
         from lazymerge.compute import Computed
 
         if isinstance(source, Computed):
@@ -131,6 +135,23 @@ class _Writer:
         content = bytearray(source.size)
         source.read_into(0, memoryview(content))
         return {"memory": base64.b64encode(content).decode()}
+
+    def _products(self, source: LowRank) -> dict[str, Any]:
+        terms = [
+            {
+                "left": self.gather(term.left),
+                "right": None if term.right is None else self.gather(term.right),
+                "scale": term.scale,
+            }
+            for term in source.terms
+        ]
+        return {
+            "lowrank": self.gather(source.base),
+            "terms": terms,
+            "magnitude": None if source.magnitude is None else self.gather(source.magnitude),
+            "columns": source.columns,
+            "tensor": source.tensor,
+        }
 
     def _computation(self, source: Computed) -> dict[str, Any]:
         from lazymerge.compute_json import arguments_to_json
@@ -176,6 +197,8 @@ class _Reader:
             return file
         if "cast" in data:
             return self._cast(data)
+        if "lowrank" in data:
+            return self._products(data)
         from lazymerge.compute_json import computed_from_json
         from lazymerge.elements import Memory
 
@@ -196,3 +219,15 @@ class _Reader:
         if not casts(operand, dtype):
             raise PlanError(f"a plan with a cast of {operand.dtype} to {dtype}", "make the plan again")
         return Cast(operand, dtype, data["tensor"])
+
+    def _products(self, data: dict[str, Any]) -> LowRank:
+        terms = tuple(
+            Term(
+                self.gather(term["left"]),
+                None if term["right"] is None else self.gather(term["right"]),
+                term["scale"],
+            )
+            for term in data["terms"]
+        )
+        magnitude = None if data["magnitude"] is None else self.gather(data["magnitude"])
+        return LowRank(self.gather(data["lowrank"]), terms, data["tensor"], magnitude, data["columns"])

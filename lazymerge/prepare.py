@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from lazymerge.checkpoint import Checkpoint, Note
+from lazymerge.conversions.adapters.adapter import CONFIG as CONFIG_OF_ADAPTER
+from lazymerge.conversions.adapters.adapter import WEIGHTS, Adapter
+from lazymerge.conversions.adapters.trained import EXTRACT, FOLD, ONLY, LoraOptions, split
 from lazymerge.conversions.dtypes import cast_to, parse_dtype
 from lazymerge.conversions.hub import HubOptions, to_hub
 from lazymerge.conversions.naming import select
@@ -16,11 +19,15 @@ from lazymerge.errors import PlanError, SourceError
 from lazymerge.files.dtype import DType
 from lazymerge.files.size import format_size, parse_size
 from lazymerge.formats.staged import STAGE, Staged
-from lazymerge.plan import BIN, SAFETENSORS, Plan, make_plan
+from lazymerge.gather import Gather
+from lazymerge.plan import BIN, SAFETENSORS, Plan, make_plan, safetensors_file
 from lazymerge.sidecars import CONFIG, Sidecars, config_dtype, find_sidecars, with_dtype, with_fields
 
 MERGE, CONVERT = "merge", "convert"
 """The stages: tensors put together under the trainer's names; names and layouts of the hub."""
+
+ADAPTERS = "lora_adapter/"
+"""Where adapters go beside their base, as verl puts them."""
 
 _SIDECARS_OF_STAGE = "huggingface/"
 """Where sidecars go beside tensors under the trainer's names, lest a loader takes the folder for a model."""
@@ -38,6 +45,8 @@ class Options:
     hub: HubOptions = field(default_factory=HubOptions)
     trust_remote_code: bool = False
     stages: Sequence[str] = (MERGE, CONVERT)
+    lora: LoraOptions = field(default_factory=LoraOptions)
+    adapters: Sequence[str] = ()
 
     def identity(self) -> dict[str, Any]:
         """What decides the bytes of the result, but for which tensors are wanted."""
@@ -46,6 +55,7 @@ class Options:
             "output_format": self.output_format,
             "hub": self.hub.identity(),
             "convert": CONVERT in self.stages,
+            "lora": self.lora.mode,
         }
 
 
@@ -54,11 +64,16 @@ class Converted:
     """A checkpoint as it will be written, all of it.
 
     `config_changes` are fields that its config.json has to have instead of what the sidecars' one says.
+    `adapters` are written beside it, `folded` are in it, with their weights; `unchanged` says that these
+    changed nothing.
     """
 
     checkpoint: Checkpoint
     sidecars: Sidecars
     config_changes: Mapping[str, Any] = field(default_factory=dict)
+    adapters: Sequence[Adapter] = ()
+    folded: Sequence[tuple[Adapter, float]] = ()
+    unchanged: bool = False
 
     @property
     def config(self) -> dict[str, Any] | None:
@@ -81,13 +96,17 @@ class Prepared:
     """A merge that has been worked out and not begun.
 
     `beside` are the small files that go with the weights: name -> content, or the file to copy. `kept` are
-    files of the plan that earlier increments have written: name -> where it is.
+    files of the plan that earlier increments have written: name -> where it is. `adapters` are the tensors of
+    adapters' files, by file; `told` is what decides the result and is in no file of the checkpoint.
     """
 
     checkpoint: Checkpoint
     plan: Plan
     config: Mapping[str, Any] | None
     beside: Mapping[str, bytes | Path]
+    adapters: Mapping[str, Mapping[str, Gather]] = field(default_factory=dict)
+    told: Sequence[Any] = ()
+    unchanged: bool = False
     kept: Mapping[str, Held] = field(default_factory=dict)
 
     @property
@@ -104,15 +123,34 @@ def prepare(checkpoint: Checkpoint, options: Options, hf_config: Path | None) ->
     dtype = None if options.dtype is None else parse_dtype(str(options.dtype))  # a torch.dtype will do
     shard_size = parse_size(options.max_shard_size)
     converted = convert(checkpoint, options, hf_config)
-    checkpoint = select(converted.checkpoint, options.include, options.exclude)
+    front = "" if options.lora.mode == ONLY else ADAPTERS
+    places = {f"{front}{each.folder}": each for each in converted.adapters}
+    beside = {f"{at}{name}": gather for at, each in places.items() for name, gather in each.gathers.items()}
+    whole = replace(converted.checkpoint, gathers={**converted.checkpoint.gathers, **beside})
+    checkpoint = select(whole, options.include, options.exclude)
     named = config_dtype(converted.sidecars.config)
     if dtype is not None:
         checkpoint = cast_to(checkpoint, dtype)
     else:
         checkpoint = _note_dtype(checkpoint, named)
     checkpoint = checkpoint.with_notes(*converted.sidecars.notes)
-    plan = make_plan(checkpoint.gathers, output_format=options.output_format, max_shard_size=shard_size)
-    return Prepared(checkpoint, plan, converted.config, _beside(converted, options, dtype))
+    files = {
+        f"{at}{WEIGHTS}": {
+            name: checkpoint.gathers[at + name] for name in each.gathers if at + name in checkpoint
+        }
+        for at, each in places.items()
+    }
+    files = {name: gathers for name, gathers in files.items() if gathers}
+    model = checkpoint.with_gathers({n: g for n, g in checkpoint.gathers.items() if n not in beside})
+    plan = Plan((), None, None)
+    if model.gathers or not files:
+        plan = make_plan(model.gathers, output_format=options.output_format, max_shard_size=shard_size)
+    plan = replace(plan, files=(*plan.files, *(safetensors_file(name, each) for name, each in files.items())))
+    small = _sidecars(converted, options, dtype) if converted.checkpoint.gathers else {}
+    small |= {f"{at}{CONFIG_OF_ADAPTER}": each.config_json() for at, each in places.items()}
+    told = [[each.config, 1] for each in converted.adapters]
+    told += [[each.config, weight] for each, weight in converted.folded]
+    return Prepared(model, plan, converted.config, small, files, told, converted.unchanged)
 
 
 def convert(checkpoint: Checkpoint, options: Options, hf_config: Path | None) -> Converted:
@@ -125,19 +163,55 @@ def convert(checkpoint: Checkpoint, options: Options, hf_config: Path | None) ->
     except OSError as error:
         raise SourceError(f"{error.filename}: {error.strerror}", "check its permissions") from error
     if CONVERT not in options.stages:
-        if options.hub.named():
-            raise PlanError(
-                f"{', '.join(options.hub.named())}: nothing is converted with --stage {MERGE}",
-                f"give it with --stage {CONVERT}",
-            )
+        _refuse_conversions(options)
         return Converted(checkpoint, sidecars)
-    hub = to_hub(checkpoint, sidecars.config, options.hub, _code(sidecars, options))
-    config = {**(sidecars.config or {}), **hub.config_changes}
-    return Converted(tie(hub.checkpoint, config), sidecars, hub.config_changes)
+    adapters = [_adapter(each) for each in options.adapters]
+    parts = split(checkpoint, options.lora, sidecars.config)
+    if options.lora.mode == ONLY or (parts.adapters and not parts.base.gathers):
+        if adapters:
+            raise PlanError("--adapter: no base is written that it could be folded into", "leave it away")
+        return Converted(parts.base.with_gathers({}), sidecars, adapters=parts.adapters)
+    hub = to_hub(parts.base, sidecars.config, options.hub, _code(sidecars, options))
+    config, changes = {**(sidecars.config or {}), **hub.config_changes}, dict(hub.config_changes)
+    checkpoint, unchanged = hub.checkpoint, False
+    if options.lora.mode == FOLD:
+        adapters = [*((each, 1.0) for each in parts.adapters), *adapters]
+    if adapters:
+        from lazymerge.conversions.adapters.fold import fold
+
+        folded = fold(checkpoint, adapters, config)
+        checkpoint, unchanged = folded.checkpoint, folded.unchanged
+        config, changes = {**config, **folded.config_changes}, {**changes, **folded.config_changes}
+    beside = parts.adapters if options.lora.mode == EXTRACT else ()
+    return Converted(tie(checkpoint, config), sidecars, changes, beside, adapters, unchanged)
 
 
-def _beside(converted: Converted, options: Options, dtype: DType | None) -> dict[str, bytes | Path]:
-    """The small files of the result: sidecars, config.json with what is true of the result, the stage."""
+def _refuse_conversions(options: Options) -> None:
+    """Refuse options of the stage that is not wanted."""
+    lora = options.lora != LoraOptions()
+    given = [*options.hub.named(), *["--lora"] * lora, *["--adapter"] * bool(options.adapters)]
+    if given:
+        raise PlanError(
+            f"{', '.join(given)}: nothing is converted with --stage {MERGE}",
+            f"give it with --stage {CONVERT}",
+        )
+
+
+def _adapter(given: str) -> tuple[Adapter, float]:
+    """The adapter and its weight, given as DIR or DIR=WEIGHT."""
+    from lazymerge.conversions.adapters.read import read_adapter
+
+    folder, equals, weight = given.rpartition("=")
+    if equals and not Path(given).exists():
+        try:
+            return read_adapter(Path(folder)), float(weight)
+        except ValueError:
+            pass  # an equals sign of the folder's name
+    return read_adapter(Path(given)), 1.0
+
+
+def _sidecars(converted: Converted, options: Options, dtype: DType | None) -> dict[str, bytes | Path]:
+    """The small files of the model: sidecars, config.json with what is true of the result, the stage."""
     sidecars, changes = converted.sidecars, converted.config_changes
     files: dict[str, bytes | Path] = dict(sidecars.files)
     if CONFIG in files:

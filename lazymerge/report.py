@@ -10,6 +10,7 @@ from typing import Any
 
 from lazymerge.budget import Spending, high_water, resident
 from lazymerge.checkpoint import Checkpoint, Note
+from lazymerge.conversions.adapters.adapter import WEIGHTS as ADAPTER
 from lazymerge.plan import Plan
 from lazymerge.prepare import Prepared
 
@@ -95,6 +96,7 @@ class MergeReport:
     left_out: Mapping[str, str]
     resumed: tuple[str, ...]
     how_to_load: str
+    unchanged: bool = False  # by the adapters that were folded in
     verified: bool = False
     url: str | None = None  # where it was uploaded to
 
@@ -147,6 +149,7 @@ def make_report(
         notes=checkpoint.notes,
         left_out=checkpoint.left_out,
         resumed=resumed,
+        unchanged=prepared.unchanged,
         how_to_load=_how_to_load(destination, plan, prepared.config, checkpoint),
     )
 
@@ -155,6 +158,8 @@ def _how_to_load(
     destination: Path, plan: Plan, config: Mapping[str, Any] | None, checkpoint: Checkpoint
 ) -> str:
     """A line of Python that loads the result, or its first file where it is no whole model."""
+    if plan.files and all(file.name.endswith(ADAPTER) for file in plan.files):
+        return f"peft.PeftModel.from_pretrained(base, {str((destination / plan.files[0].name).parent)!r})"
     partial = any("--include" in reason or "--exclude" in reason for reason in checkpoint.left_out.values())
     if config is None or partial:
         file = plan.files[0].name

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from lazymerge.checkpoint import Checkpoint
 from lazymerge.compare import compare
-from lazymerge.comparison import CompareOptions, Comparison
+from lazymerge.comparison import CompareOptions
 from lazymerge.errors import VerificationError
 from lazymerge.formats.huggingface import read_model
+from lazymerge.gather import Gather
 from lazymerge.manifest import OnBytes, drop_cached, make_manifest, write_manifest
 from lazymerge.structure import check_structure
 
@@ -16,37 +18,44 @@ from lazymerge.structure import check_structure
 def verify_result(
     checkpoint: Checkpoint,
     folder: Path,
+    beside: Mapping[str, Mapping[str, Gather]] | None = None,
     *,
     max_ram: int | None = None,
     workers: int = 1,
     on_bytes: OnBytes | None = None,
-) -> Comparison:
+) -> None:
     """Reread what a merge has published in `folder`, compare it bytewise, and leave a manifest there.
 
-    `checkpoint` is what was planned: converted, selected, cast. The result is read from the disk, not from
-    memory, and once. Raises `VerificationError` naming the first difference.
+    `checkpoint` is what was planned: converted, selected, cast; `beside` are the tensors of further files, by
+    file. The result is read from the disk, not from memory, and once. Raises `VerificationError` naming the
+    first difference.
     """
-    problems = check_structure(folder)
-    if problems:
-        raise _failed(folder, str(problems[0]), len(problems))
-    tensors, files = read_model(folder)
-    for file in files:
-        drop_cached(file)
-    comparison = compare(
-        checkpoint,
-        Checkpoint(tensors, "huggingface"),
-        CompareOptions(exact=True),
-        max_ram=max_ram,
-        workers=workers,
-        hashed=True,
-        on_bytes=on_bytes,
-    )
+    digests: Mapping[str, str] = {}
+    parts = [(folder / name, Checkpoint(dict(gathers), "")) for name, gathers in (beside or {}).items()]
+    if checkpoint.gathers:
+        problems = check_structure(folder)
+        if problems:
+            raise _failed(folder, str(problems[0]), len(problems))
+        parts.insert(0, (folder, checkpoint))
+    for path, expected in parts:
+        tensors, files = read_model(path)
+        for file in files:
+            drop_cached(file)
+        comparison = compare(
+            expected,
+            Checkpoint(tensors, ""),
+            CompareOptions(exact=True),
+            max_ram=max_ram,
+            workers=workers,
+            hashed=expected is checkpoint,
+            on_bytes=on_bytes,
+        )
+        if not comparison.same:
+            raise _failed(path, str(comparison.differences[0]), sum(comparison.counts.values()))
+        digests = comparison.digests if expected is checkpoint else digests
     for source in checkpoint.files:
         source.check_unchanged()
-    if not comparison.same:
-        raise _failed(folder, str(comparison.differences[0]), sum(comparison.counts.values()))
-    write_manifest(folder, make_manifest(folder, comparison.digests, workers=workers))
-    return comparison
+    write_manifest(folder, make_manifest(folder, digests, workers=workers))
 
 
 def _failed(folder: Path, first: str, count: int) -> VerificationError:

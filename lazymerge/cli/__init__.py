@@ -2,8 +2,8 @@
 
     stdout      data: the report, or with --json exactly one JSON object
     stderr      talk: progress, log, errors
-    exit code   0; 2 what the user can mend, usage included; 3 a failed verification; 1 a bug;
-                130 and 143 where SIGINT and SIGTERM ended it
+    exit code   0; 2 what the user can mend, usage included; 3 a failed verification; 4 adapters that
+                changed nothing; 1 a bug; 130 and 143 where SIGINT and SIGTERM ended it
 
 Nothing heavy is imported before a command runs: `lazymerge --help` has to be instant.
 """

@@ -18,9 +18,7 @@ def hub_options(command: Command) -> Command:
         click.option("--commit-message", metavar="TEXT", help="Of the upload's commit."),
         click.option("--create-pr", is_flag=True, help="Upload as a pull request."),
         click.option("--revision", metavar="BRANCH", help="Upload to this branch.  [default: main]"),
-        click.option(
-            "--token", metavar="TOKEN", help="[default: HF_TOKEN, or who is logged in]"
-        ),
+        click.option("--token", metavar="TOKEN", help="[default: HF_TOKEN, or who is logged in]"),
         click.option("--private", is_flag=True, help="Make the repository private, if it has to be made."),
     ):
         command = option(command)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from lazymerge.cli.failures import failures_told
 from lazymerge.cli.hub import hub_options
 from lazymerge.cli.options import FOLDER, examples, print_json, talk_options
 from lazymerge.display import logged, progress_shown, report_lines
+
+UNCHANGED = 4
+"""The exit code of a merge whose adapters changed nothing."""
 
 
 @click.command(
@@ -113,6 +117,35 @@ from lazymerge.display import logged, progress_shown, report_lines
     help="Run the model code that config.json names, to check names and shapes against it.",
 )
 @click.option(
+    "--lora",
+    type=click.Choice(["extract", "only", "fold"]),
+    default="extract",
+    show_default=True,
+    help="LoRA in the checkpoint: put it in lora_adapter/ beside the base, write it alone, or fold it in.",
+)
+@click.option(
+    "--lora-alpha", metavar="N", type=float, help="What LoRA was trained with; nothing is taken for it."
+)
+@click.option(
+    "--lora-config",
+    metavar="FILE|DIR",
+    type=FOLDER,
+    help="adapter_config.json of the training.  [default: verl's lora_train_meta.json]",
+)
+@click.option(
+    "--adapter",
+    metavar="DIR[=WEIGHT]",
+    multiple=True,
+    help="Fold this PEFT adapter into the model, times a weight. Repeatable.",
+)
+@click.option(
+    "--names",
+    type=click.Choice(["hub", "runtime"]),
+    default="hub",
+    show_default=True,
+    help="Names and layouts: as save_pretrained writes them, or as transformers 5 has them in memory.",
+)
+@click.option(
     "--stage",
     type=click.Choice(["merge", "convert"]),
     multiple=True,
@@ -194,3 +227,5 @@ def merge(
         elif not quiet:
             for line in report_lines(report, everything=level == "debug"):
                 click.echo(line)
+    if report.unchanged:
+        sys.exit(UNCHANGED)

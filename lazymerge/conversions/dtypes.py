@@ -31,8 +31,8 @@ def cast_to(checkpoint: Checkpoint, dtype: DType) -> Checkpoint:
         floating = gather.dtype.name in FLOATS
         if floating and name.rpartition(".")[2] in KEPT and dtype.itemsize < gather.dtype.itemsize:
             kept.append(name)
-        elif floating and gather.dtype is not dtype:
-            gather = _cast(gather, dtype, name)
+        elif floating:
+            gather = cast(gather, dtype, name)
         gathers[name] = gather
     notes = (
         [Note("info", f"{len(kept)} router biases stay as they are, for example {kept[0]}")] if kept else []
@@ -40,7 +40,10 @@ def cast_to(checkpoint: Checkpoint, dtype: DType) -> Checkpoint:
     return checkpoint.with_gathers(gathers, *notes)
 
 
-def _cast(gather: Gather, dtype: DType, name: str) -> Gather:
+def cast(gather: Gather, dtype: DType, name: str) -> Gather:
+    """The elements of the tensor `name` in another type; reading them raises where one does not fit."""
+    if gather.dtype is dtype:
+        return gather
     if casting.casts(gather, dtype):
         return casting.cast(gather, dtype, name)
     from lazymerge import compute  # torch, only where nothing else will do

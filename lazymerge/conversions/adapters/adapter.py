@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from lazymerge.files.local import LocalFile
 from lazymerge.gather import Gather
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,3 +28,12 @@ class Adapter:
     config: Mapping[str, Any]
     gathers: Mapping[str, Gather]
     files: tuple[LocalFile, ...] = ()
+
+    @property
+    def folder(self) -> str:
+        """Where PEFT looks for it in a folder of adapters: "" for the folder itself, else "NAME/"."""
+        return "" if self.name == "default" else f"{self.name}/"
+
+    def config_json(self) -> bytes:
+        """adapter_config.json as PEFT writes it."""
+        return json.dumps(dict(self.config), indent=2, sort_keys=True).encode()

@@ -1,0 +1,201 @@
+"""LoRA through a whole merge: extracted, alone, folded; adapters of PEFT folded into any checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+import lazymerge
+from lazymerge.cli import cli
+from lazymerge.errors import InconsistentCheckpoint, PlanError
+from tests.checks import assert_same_model, assert_same_tensors, refused
+from tests.makers.peft_fsdp import PROMPT, MadeLora, peft_fsdp
+
+PLAIN = {
+    "r": 8,
+    "lora_alpha": 32,
+    "task_type": "CAUSAL_LM",
+    "target_modules": ["q_proj", "v_proj", "down_proj"],
+}
+META = {"r": 8, "lora_alpha": 32, "task_type": "CAUSAL_LM"}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> MadeLora:
+    return peft_fsdp(tmp_path_factory.mktemp("lora"), "llama", {"default": PLAIN}, meta=META)
+
+
+@pytest.fixture(scope="module")
+def folded(made: MadeLora) -> dict[str, torch.Tensor]:
+    """float32(W) + scale * (B @ A), by torch."""
+    adapter = load_file(made.reference() / "adapter_model.safetensors")
+    truth = dict(made.base)
+    for name, a in adapter.items():
+        if name.endswith("lora_A.weight"):
+            weight = name.removeprefix("base_model.model.").replace(".lora_A", "")
+            truth[weight] = truth[weight] + 4.0 * (adapter[name.replace("lora_A", "lora_B")] @ a)
+    return truth
+
+
+def logits(folder: Path) -> torch.Tensor:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return model(input_ids=torch.tensor(PROMPT)).logits
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_extract_is_the_default(made: MadeLora, out: Path):
+    report = lazymerge.merge(made.root, out, verify=True)
+    assert_same_model(out, made.base)
+    ours, reference = out / "lora_adapter/adapter_model.safetensors", made.reference()
+    assert ours.read_bytes() == (reference / ours.name).read_bytes()
+    import peft
+    import transformers
+
+    base = transformers.AutoModelForCausalLM.from_pretrained(out)
+    model = peft.PeftModel.from_pretrained(base, out / "lora_adapter").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=torch.tensor(PROMPT)).logits, made.logits["default"])
+    assert "lora_adapter/adapter_model.safetensors" in report.files
+    assert lazymerge.verify(out).same
+    with open(ours, "r+b") as file:
+        file.seek(-3, 2)
+        file.write(b"\x01\x02\x03")
+    assert not lazymerge.verify(out).same
+
+
+def test_only(made: MadeLora, out: Path):
+    report = lazymerge.merge(made.root, out, lora="only", verify=True)
+    assert {path.name for path in out.iterdir()} == {
+        "adapter_model.safetensors",
+        "adapter_config.json",
+        "lazymerge-manifest.json",
+    }
+    assert "PeftModel.from_pretrained" in report.how_to_load
+    name = "adapter_model.safetensors"
+    assert (out / name).read_bytes() == (made.reference() / name).read_bytes()
+
+
+def test_fold(made: MadeLora, out: Path, folded: dict[str, torch.Tensor]):
+    lazymerge.merge(made.root, out, lora="fold", verify=True)
+    assert not (out / "lora_adapter").exists()
+    found = load_file(out / "model.safetensors")
+    assert set(found) == set(folded)
+    for name, tensor in folded.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(logits(out), made.logits["default"], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("again", ["folder", "bin", "ranks"])
+def test_an_adapter_given_as_a_folder(made: MadeLora, tmp_path: Path, out: Path, again: str, folded, source):
+    """Into a Hugging Face model, a full state dict, and rank files; the same bytes as folding at once."""
+    lazymerge.merge(made.root, tmp_path / "at once", lora="fold")
+    lazymerge.merge(made.root, tmp_path / "parts")
+    base = {"folder": tmp_path / "parts", "bin": tmp_path / "full"}.get(again)
+    if again == "bin":
+        source(base, made.base, json.loads((made.sidecars / "config.json").read_text()))
+    adapter = str(tmp_path / "parts/lora_adapter")
+    if again == "ranks":
+        base = made.root
+        with refused(PlanError, "--adapter: no base is written", dst=out):
+            lazymerge.merge(base, out, adapter=adapter, lora="only")
+        return
+    lazymerge.merge(base, out, adapter=adapter)
+    assert_same_model(out, load_file(tmp_path / "at once/model.safetensors"))
+
+
+def test_weights(made: MadeLora, tmp_path: Path, out: Path):
+    """Twice half is once; the folder's name may have an equals sign."""
+    lazymerge.merge(made.root, tmp_path / "parts")
+    odd = tmp_path / "a=b"
+    shutil.copytree(tmp_path / "parts/lora_adapter", odd)
+    lazymerge.merge(tmp_path / "parts", out, adapter=[f"{odd}=0.5", f"{odd}=0.5"])
+    lazymerge.merge(tmp_path / "parts", tmp_path / "once", adapter=str(odd))
+    one, other = load_file(out / "model.safetensors"), load_file(tmp_path / "once/model.safetensors")
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], rtol=1e-6, atol=1e-7)
+
+
+def test_increments_with_the_adapter_first(made: MadeLora, out: Path):
+    """--include 'lora_*' is the adapter; the same command without it adds the base."""
+    lazymerge.merge(made.root, out, include="lora_*")
+    before = (out / "lora_adapter/adapter_model.safetensors").stat()
+    assert not list(out.glob("*.safetensors"))
+    report = lazymerge.merge(made.root, out, verify=True)
+    assert_same_model(out, made.base)
+    assert report.tensors == len(made.base)
+    after = (out / "lora_adapter/adapter_model.safetensors").stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+@pytest.mark.parametrize("mode", ["extract", "only", "fold"])
+def test_alpha_is_not_guessed(made: MadeLora, tmp_path: Path, out: Path, mode: str):
+    root = tmp_path / "run"
+    shutil.copytree(made.root, root)
+    for meta in root.rglob("lora_train_meta.json"):
+        meta.unlink()
+    with refused(PlanError, "alpha", dst=out):
+        lazymerge.merge(root, out, lora=mode)
+    lazymerge.merge(root, out, lora="extract", lora_alpha=32)
+    config = json.loads((out / "lora_adapter/adapter_config.json").read_text())
+    assert (config["lora_alpha"], config["r"]) == (32, 8)
+
+
+def test_an_adapter_that_changes_nothing_has_its_exit_code(made: MadeLora, tmp_path: Path):
+    lazymerge.merge(made.root, tmp_path / "parts")
+    adapter = tmp_path / "parts/lora_adapter/adapter_model.safetensors"
+    zero = {name: torch.zeros_like(t) if "lora_A" in name else t for name, t in load_file(adapter).items()}
+    save_file(zero, adapter)
+    flags = ["--adapter", str(adapter.parent)]
+    done = CliRunner().invoke(cli, ["merge", str(tmp_path / "parts"), str(tmp_path / "out"), *flags])
+    assert done.exit_code == 4, done.stderr
+    assert "warning: " in done.stdout
+    assert_same_model(tmp_path / "out", made.base)
+
+
+def test_an_adapter_of_another_model(made: MadeLora, tmp_path: Path, out: Path):
+    lazymerge.merge(made.root, tmp_path / "parts")
+    folder = tmp_path / "parts/lora_adapter"
+    tensors = load_file(folder / "adapter_model.safetensors")
+    moved = {name.replace("layers.0.mlp", "layers.7.mlp"): tensor for name, tensor in tensors.items()}
+    assert set(moved) != set(tensors)
+    save_file(moved, folder / "adapter_model.safetensors")
+    with refused(InconsistentCheckpoint, "layers.7", dst=out):
+        lazymerge.merge(tmp_path / "parts", out, adapter=str(folder))
+
+
+@pytest.mark.parametrize("options", [{"lora": "fold"}, {"lora_alpha": 3}, {"lora": "merge"}])
+def test_options_for_lora_where_there_is_none(checkpoint: Any, out: Path, options: dict[str, Any]):
+    with refused(PlanError, "--lora", dst=out):
+        lazymerge.merge(checkpoint("fsdp2-llama").root, out, **options)
+
+
+def test_names_of_adapters_lead_nowhere_else(made: MadeLora, source, tmp_path: Path, out: Path):
+    """A stranger's checkpoint whose adapter is called ../../x."""
+    state = {
+        "base_model.model.a.base_layer.weight": torch.ones(4, 4),
+        "base_model.model.a.lora_A./tmp/x.weight": torch.ones(2, 4),
+        "base_model.model.a.lora_B./tmp/x.weight": torch.ones(4, 2),
+    }
+    src = source(tmp_path / "src", state, {})
+    with pytest.raises(lazymerge.LazymergeError, match="/tmp/x"):
+        lazymerge.merge(src, out, lora_alpha=1)
+    assert not Path("/tmp/x").is_dir() or not (Path("/tmp/x") / "adapter_config.json").exists()
+
+
+def test_folding_at_different_budgets_gives_the_same_bytes(made: MadeLora, tmp_path: Path):
+    found = []
+    for number, (ram, workers) in enumerate([(None, 1), ("700MB", 2), ("2GB", 4)]):
+        lazymerge.merge(made.root, tmp_path / str(number), lora="fold", max_ram=ram, max_workers=workers)
+        found.append(load_file(tmp_path / str(number) / "model.safetensors"))
+    for each in found[1:]:
+        assert_same_tensors(each, found[0])
