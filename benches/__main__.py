@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benches import megatron, merging, planning, starting
+from benches import experts, folding, megatron, merging, planning, starting, verify
 from benches.measure import Place, can_drop_caches, remove
 from benches.merging import Row, Settings
 from benches.page import load, save, table, write_page
@@ -19,6 +19,9 @@ BENCHES: dict[str, Callable[[Settings], list[Row]]] = {
     "cast": merging.cast,
     "rows": merging.rows,
     "megatron": megatron.megatron,
+    "experts": experts.experts,
+    "fold": folding.folding,
+    "verify": verify.verifying,
     "planning": planning.planning,
     "starting": starting.starting,
 }

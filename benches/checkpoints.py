@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -94,20 +94,29 @@ def make(recipe: Recipe, root: Path) -> Path:
 
 def write(leaf: Path, recipe: Recipe) -> None:
     """Writes every rank's file, and what verl puts beside them."""
-    import torch
-
-    leaf.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(0)
-    noise = torch.randn(1 << 24).to(getattr(torch, recipe.dtype))
-    for rank in range(recipe.ranks):
-        state = _state(recipe, rank, noise)
-        torch.save(state, leaf / f"model_world_size_{recipe.ranks}_rank_{rank}.pt")
+    write_ranks(leaf, recipe.shapes(), recipe.ranks, recipe.dtype, recipe.cut)
     write_config(leaf / "huggingface", recipe)
     config = {"FSDP_version": 2, "world_size": recipe.ranks}
     (leaf / "fsdp_config.json").write_text(json.dumps(config, indent=4))
 
 
-def _state(recipe: Recipe, rank: int, noise: torch.Tensor) -> dict[str, torch.Tensor]:
+def write_ranks(
+    leaf: Path, shapes: Mapping[str, Shape], ranks: int, dtype: str = "bfloat16", cut: int = 0
+) -> None:
+    """Writes every rank's file of tensors of these shapes, sharded along `cut`."""
+    import torch
+
+    leaf.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    noise = torch.randn(1 << 24).to(getattr(torch, dtype))
+    for rank in range(ranks):
+        state = _state(shapes, ranks, cut, rank, noise)
+        torch.save(state, leaf / f"model_world_size_{ranks}_rank_{rank}.pt")
+
+
+def _state(
+    shapes: Mapping[str, Shape], ranks: int, dim: int, rank: int, noise: torch.Tensor
+) -> dict[str, torch.Tensor]:
     """The state dict of one rank: DTensors on a one-dimensional mesh."""
     import torch
     import torch.distributed as dist
@@ -117,21 +126,21 @@ def _state(recipe: Recipe, rank: int, noise: torch.Tensor) -> dict[str, torch.Te
 
     if dist.is_initialized():
         dist.destroy_process_group()
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=recipe.ranks)
-    mesh = init_device_mesh("cpu", (recipe.ranks,), mesh_dim_names=("fsdp",))
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("fsdp",))
     state: dict[str, torch.Tensor] = {}
-    for number, (name, shape) in enumerate(recipe.shapes().items()):
-        cut = min(recipe.cut, len(shape) - 1)
-        assert shape[cut] % recipe.ranks == 0, f"{name}: {shape} over {recipe.ranks} ranks"
+    for number, (name, shape) in enumerate(shapes.items()):
+        cut = min(dim, len(shape) - 1)
+        assert shape[cut] % ranks == 0, f"{name}: {shape} over {ranks} ranks"
         local = [*shape]
-        local[cut] //= recipe.ranks
+        local[cut] //= ranks
         state[name] = DTensor.from_local(
             values(noise, prod(local), number * 7919 + rank * 104729).view(local),
             mesh,
             [Shard(cut)],
             run_check=False,
             shape=torch.Size(shape),
-            stride=(shape[1], 1) if len(shape) == 2 else (1,),
+            stride=tuple(prod(shape[at + 1 :]) for at in range(len(shape))),
         )
     return state
 

@@ -224,8 +224,36 @@ _RECORDED[torch.ops.aten.cat.default] = _concatenate
 _RECORDED[torch.ops.aten.stack.default] = _concatenate
 
 
+def _filled_anew(func: Any, like: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """``new_zeros`` and ``new_ones``: a real tensor, for which only the dtype of the lazy one matters."""
+    made: torch.Tensor = func(torch.empty(0, dtype=like.dtype), *args, **kwargs)
+    return made
+
+
+_RECORDED[torch.ops.aten.new_zeros.default] = _filled_anew
+_RECORDED[torch.ops.aten.new_ones.default] = _filled_anew
+
+
 def _gather_of(tensor: torch.Tensor) -> Gather:
     return tensor.lazy_gather if isinstance(tensor, LazyTensor) else in_memory(tensor)
+
+
+def _index(func: Any, source: Any, indices: Sequence[torch.Tensor | None]) -> Any:
+    """``x[:, [0, 3]]``: one list of indices is `index_select`; anything else of this kind is not recorded."""
+    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    dim, index = given[0]
+    if (
+        len(given) > 1
+        or not isinstance(source, LazyTensor)
+        or isinstance(index, LazyTensor)
+        or index.dim() != 1
+        or index.dtype not in {torch.int64, torch.int32}
+    ):
+        return _materialized(func, (source, indices), {})
+    return torch.index_select(source, dim, torch.where(index < 0, index + source.shape[dim], index))
+
+
+_RECORDED[torch.ops.aten.index.Tensor] = _index
 
 
 # ---------------------------------------------------------------- arithmetic, and everything else

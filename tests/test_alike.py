@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickletools
+import zlib
 from pathlib import Path
 
 import pytest
@@ -124,9 +125,14 @@ def test_a_file_under_another_ranks_name_is_refused(checkpoint, by_template, tmp
 
 def change(path: Path, at: int, value: int) -> None:
     """Another byte at that place of the file's pickle."""
-    content = bytearray(path.read_bytes())
-    content[content.index(zipped_pickle(path)) + at] = value
-    path.write_bytes(content)
+    path.write_bytes(with_byte(path.read_bytes(), zipped_pickle(path), at, value))
+
+
+def with_byte(content: bytes, pickled: bytes, at: int, value: int) -> bytes:
+    """The file with another byte in its pickle, and the checksum that goes with it."""
+    other = pickled[:at] + bytes([value]) + pickled[at + 1 :]
+    old, new = (zlib.crc32(each).to_bytes(4, "little") for each in (pickled, other))
+    return content.replace(pickled, other).replace(old, new)
 
 
 def outcome(root: Path) -> object:
@@ -149,9 +155,8 @@ def test_whichever_byte_changes_it_reads_as_in_full(checkpoint, by_template, tmp
     others = [zipped_pickle(made.rank_file(rank)) for rank in (0, 1, 3)]
     differing = {at for at, byte in enumerate(pickled) if any(other[at] != byte for other in others)}
     assert 0 < len(differing) < 10
-    start = content.index(pickled)
     for at in sorted({*differing, *range(0, len(pickled), 97)}):
-        path.write_bytes(content[: start + at] + bytes([pickled[at] ^ 1]) + content[start + at + 1 :])
+        path.write_bytes(with_byte(content, pickled, at, pickled[at] ^ 1))
         by_template.clear()
         found = outcome(made.root)
         assert by_template[:1] == [True]

@@ -578,6 +578,14 @@ def test_defaults_are_the_whole_config(saved, here, name):
     assert json.loads(json.dumps(defaults)) == defaults
 
 
+def test_numbers_that_json_has_not_are_taken_as_transformers_writes_them(saved, here):
+    config, shapes = saved("llama")
+    config["rms_norm_eps"] = {"__float__": "Infinity"}  # as Nemotron-H's time_step_limit
+    assert check(checkpoint_of(shapes), built(config)).notes == ()
+    with pytest.raises(InconsistentCheckpoint, match="rms_norm_eps"):
+        built({**config, "rms_norm_eps": {"__float__": "much"}})
+
+
 def test_defaults_have_what_gemma_3_leaves_to_its_class(here):
     """google/gemma-3-4b-it's config.json has these fields, and no others of sizes."""
     config = {

@@ -5,8 +5,11 @@ from __future__ import annotations
 import io
 import pickle
 import shutil
+import struct
 import sys
 import types
+import zipfile
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -239,7 +242,16 @@ def test_headers_that_differ_are_read_in_full(tmp_path):
         at = region.offset
         if change == "pickle":  # (1, 4) becomes (1, 3)
             start = data.rindex(b"K\x01K\x04\x86", 0, at)
+            record = data.rindex(b"PK\x03\x04", 0, start)
+            old = zipfile.ZipFile(io.BytesIO(data[record:])).getinfo("archive/data.pkl")
             data[start + 3] = 3
+            path.write_bytes(data)
+            with pytest.raises(DamagedFile, match=f"data.pkl has the checksum .* expected {old.CRC:08x}"):
+                read_all(folder)
+            pickled = record + data[record:start].rindex(b"\x80\x02")
+            assert zlib.crc32(data[pickled : pickled + old.file_size]) != old.CRC
+            new = zlib.crc32(data[pickled : pickled + old.file_size])
+            data[record:] = data[record:].replace(struct.pack("<I", old.CRC), struct.pack("<I", new))
         else:
             data[at + 24 : at + 28] = b"XXXX"
         path.write_bytes(data)
@@ -548,3 +560,53 @@ def test_metadata_that_is_no_file(plain):
     (plain / ".metadata").symlink_to("/dev/zero")
     with pytest.raises(SourceError, match=r"\.metadata: not a regular file"):
         read_dcp(plain)
+
+
+# ---- files that are another's ------------------------------------------------------------------------------
+
+
+def _apart(folder: Path, *tensors: torch.Tensor) -> Path:
+    """A folder with each tensor in a file of its own."""
+    state = {f"t{at}": tensor for at, tensor in enumerate(tensors)}
+    writer = dcp.FileSystemWriter(folder, single_file_per_rank=False, sync_files=False)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    assert len(list(folder.glob("*.distcp"))) == len(tensors)
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_file_copied_over_another_is_refused(tmp_path):
+    tensors = [torch.arange(4096.0) + at for at in range(3)]
+    folder = _apart(tmp_path, *tensors)
+    assert_same_tensors(read_all(folder), {f"t{at}": tensor for at, tensor in enumerate(tensors)})
+    first, second, _ = sorted(folder.glob("*.distcp"))
+    assert first.stat().st_size == second.stat().st_size
+    shutil.copy(first, second)
+    with pytest.raises(
+        InconsistentCheckpoint, match=rf"{second.name}: holds the same bytes as .*{first.name}"
+    ):
+        read_dcp(folder)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_files_of_tensors_that_are_honestly_alike(tmp_path):
+    """Norms of ones, empty biases: all that is in the files is one value."""
+    alike = [torch.ones(64, dtype=torch.bfloat16), torch.ones(64, dtype=torch.bfloat16)]
+    folder = _apart(tmp_path, *alike)
+    first, second = sorted(folder.glob("*.distcp"))
+    assert first.read_bytes() == second.read_bytes()
+    assert_same_tensors(read_all(folder), {f"t{at}": tensor for at, tensor in enumerate(alike)})
+
+
+def test_a_record_of_what_has_no_entry(tmp_path):
+    """An entry that was lost would be missed by nobody."""
+    folder = save_dcp(tmp_path / "x", {"a": torch.ones(2), "common_state/shard_0_1": [1]})
+    edited(folder, lambda metadata: metadata.state_dict_metadata.pop("common_state/shard_0_1"))
+    with pytest.raises(DamagedFile, match="a record of common_state/shard_0_1, and no entry"):
+        read_dcp(folder)
+
+
+def test_an_entry_without_a_name(tmp_path):
+    folder = save_dcp(tmp_path / "x", {"a": torch.ones(2), "": torch.ones(2)})
+    with pytest.raises(DamagedFile, match="without a proper name"):
+        read_dcp(folder)

@@ -62,10 +62,12 @@ def test_heads_that_the_trainer_had_otherwise(hf, tmp_path, fields, words):
 
 
 def test_interleaved_rotary_dimensions(hf, tmp_path, monkeypatch):
-    from lazymerge.formats.megatron import dist
+    from lazymerge.formats.megatron import arguments
 
-    original = dist.settings_of
-    monkeypatch.setattr(dist, "settings_of", lambda value: {**original(value), "rotary_interleaved": True})
+    original = arguments.settings_of
+    monkeypatch.setattr(
+        arguments, "settings_of", lambda value: {**original(value), "rotary_interleaved": True}
+    )
     with refused(UnsupportedCheckpoint, "rotary_interleaved", "--family", dst=tmp_path / "out"):
         lazymerge.merge(QWEN2 / "ckpt", tmp_path / "out", hf_config=hf())
 

@@ -208,18 +208,25 @@ def test_a_model_with_a_text_config_uses_it():
     assert made["model.layers.0.self_attn.q_proj.weight"].shape == (8, HIDDEN)
 
 
+LAST = f"decoder.layers.{LAYERS - 1}."
+
+
 def test_mtp_layers_come_after_the_last():
     mtp = {
         f"mtp.layers.0.{name}": numbered(HIDDEN)
         for name in ("enorm.weight", "hnorm.weight", "final_layernorm.weight")
     }
     mtp["mtp.layers.0.eh_proj.weight"] = numbered(HIDDEN, 2 * HIDDEN)
-    mtp["mtp.layers.0.transformer_layer.mlp.linear_fc2.weight"] = numbered(HIDDEN, FFN)
+    inner = "mtp.layers.0.transformer_layer."
+    mtp |= {name.replace(LAST, inner): tensor for name, tensor in llama().items() if name.startswith(LAST)}
     config = {**LLAMA, "model_type": "glm4_moe", "num_nextn_predict_layers": 1}
     names = set(values(converted(llama() | mtp, config))) - set(values(converted(llama(), config)))
     assert names == {
-        f"model.layers.{LAYERS}.{name}.weight"
-        for name in ("enorm", "hnorm", "shared_head.norm", "eh_proj", "mlp.down_proj")
+        f"model.layers.{LAYERS}.{name}.weight" for name in ("enorm", "hnorm", "shared_head.norm", "eh_proj")
+    } | {
+        name.replace(f"layers.{LAYERS - 1}.", f"layers.{LAYERS}.")
+        for name in values(converted(llama(), config))
+        if f"layers.{LAYERS - 1}." in name
     }
     message = refused(InconsistentCheckpoint, llama() | mtp, {**config, "num_nextn_predict_layers": 0})
     assert "1 MTP layers, expected 0" in message
@@ -228,6 +235,42 @@ def test_mtp_layers_come_after_the_last():
     assert notes(converted(llama(), {**config, "num_nextn_predict_layers": 0})) == []
     (note,) = notes(converted(llama() | mtp, config))
     assert "copies" in note
+
+
+def glm_with_mtp() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    inner = "mtp.layers.0.transformer_layer."
+    source = llama()
+    source |= {name.replace(LAST, inner): tensor for name, tensor in llama().items() if name.startswith(LAST)}
+    for name in ("enorm", "hnorm", "final_layernorm"):
+        source[f"mtp.layers.0.{name}.weight"] = numbered(HIDDEN)
+    source["mtp.layers.0.eh_proj.weight"] = numbered(HIDDEN, 2 * HIDDEN)
+    return source, {**LLAMA, "model_type": "glm4_moe", "num_nextn_predict_layers": 1}
+
+
+def test_every_part_of_an_mtp_layer_has_to_be_there_and_of_its_shape():
+    """No class of transformers has them, so that nothing else would miss them."""
+    whole, config = glm_with_mtp()
+    parts = [name for name in whole if name.startswith("mtp.")]
+    assert len(parts) > 8
+    converted(whole, config)
+    for part in parts:
+        less = {name: tensor for name, tensor in whole.items() if name != part}
+        assert part in refused(IncompleteCheckpoint, less, config)
+        rows, *rest = whole[part].shape
+        message = refused(InconsistentCheckpoint, whole | {part: numbered(2 * rows, *rest)}, config)
+        assert part in message
+    inner = {name: tensor for name, tensor in whole.items() if "transformer_layer" not in name}
+    assert "transformer_layer" in refused(IncompleteCheckpoint, inner, config)
+    columns = {"mtp.layers.0.eh_proj.weight": numbered(HIDDEN, 5)}
+    assert f"expected ({HIDDEN}, {2 * HIDDEN})" in refused(InconsistentCheckpoint, whole | columns, config)
+
+
+def test_an_mtp_layer_may_be_left_out_by_name():
+    whole, config = glm_with_mtp()
+    del whole["mtp.layers.0.enorm.weight"]
+    mapping = [(name, "") for name in whole if name.startswith("mtp.")]
+    made = values(convert(checkpoint(whole), config, mapping=mapping))
+    assert set(made) == set(values(converted(llama(), LLAMA)))
 
 
 def test_copies_on_other_ranks_go_by_the_hubs_names():

@@ -6,6 +6,7 @@ import argparse
 import io
 import json
 import re
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,17 @@ from lazymerge.errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,
     LazymergeError,
+    SourceError,
     UnsupportedCheckpoint,
 )
 from lazymerge.formats.megatron.dist import read_dist
+from lazymerge.formats.megatron.format import FORMAT
 from lazymerge.formats.megatron.found import Found
 from lazymerge.tiling import check
 from tests.checks import assert_same_tensors, raw
 from tests.makers.dcp_folders import edited, save_dcp
 from tests.makers.megatron_dist import Chunks, save
+from tests.makers.megatron_edits import change
 from tests.makers.zarr_arrays import write_array
 
 SAMPLES = Path(__file__).parent / "data" / "megatron"
@@ -160,7 +164,7 @@ def test_an_optimizer_is_never_read(tmp_path):
     edited(folder, lambda metadata: [_lose(metadata, key) for key in list(metadata.storage_data)])
     found = read_dist(folder)
     assert list(found.gathers) == ["decoder.final_layernorm.weight"]
-    assert set(found.left_out) == {"optimizer", "rng_state", "args", "some.thing.N"}
+    assert set(found.left_out) == {"optimizer", "rng_state", "args", "epoch"}
     assert "3 entries" in found.left_out["optimizer"]
 
 
@@ -169,9 +173,8 @@ OPTIMIZER = {
     "chained_0.optimizer.distributed.dp_group_idx_0.gbuf_idx_0.param": torch.ones(9),
     "optimizer.param_to_group_meta.module.decoder.final_layernorm.weight.lr": 0.1,
     "rng_state/shard_0.0_1.2": [1],
-    "args": argparse.Namespace(num_layers=3),
-    "some.thing.7/shard_0_1": None,
-    "some.thing.8/shard_0_1": None,
+    "args": argparse.Namespace(seed=3),
+    "epoch": 7,
 }
 
 
@@ -384,7 +387,8 @@ def test_blocks_of_gate_and_up_in_turn(tmp_path, ranks, apart):
     ("settings", "kind", "words"),
     [
         ({"moe_mlp_glu_interleave_size": 3}, InconsistentCheckpoint, "8 rows"),
-        ({"moe_mlp_glu_interleave_size": "x"}, UnsupportedCheckpoint, "expected numbers"),
+        ({"moe_mlp_glu_interleave_size": "x"}, InconsistentCheckpoint, "expected a positive number"),
+        ({"moe_mlp_glu_interleave_size": 0}, InconsistentCheckpoint, "expected a positive number"),
         (
             {"moe_shared_expert_glu_interleave_size": 2, "use_grouped_gemm_for_shared_expert": True},
             UnsupportedCheckpoint,
@@ -405,7 +409,7 @@ def test_blocks_that_cannot_be_put_in_order(tmp_path, settings, kind, words):
 
 ONE = {"decoder.final_layernorm.weight": torch.ones(2)}
 NORM = Chunks((2,), {(0,): torch.ones(2)})
-ARGS = argparse.Namespace(num_layers=2, pipeline_model_parallel_size=4)
+ARGS = argparse.Namespace(hidden_size=2, pipeline_model_parallel_size=4)
 
 
 def test_arguments_inside(tmp_path):
@@ -415,7 +419,7 @@ def test_arguments_inside(tmp_path):
     common.seek(0)
     save(tmp_path, {"decoder.final_layernorm.weight": NORM, "common_state/shard_0_1": common})
     found = read_dist(tmp_path)
-    assert found.settings["num_layers"] == 2
+    assert found.settings["hidden_size"] == 2
     assert found.topology.mesh == (("pp", 4),)
     assert found.topology.world_size == 4
     assert set(found.left_out) == {"common_state"}
@@ -424,9 +428,9 @@ def test_arguments_inside(tmp_path):
 def test_arguments_of_megatron_bridge(tmp_path):
     folder = save_dcp(tmp_path / "x", ONE)
     torch.save({"iteration": 3}, folder / "common.pt")
-    (folder / "run_config.yaml").write_text("model:\n  num_layers: 7\n  num_moe_experts: 4\n")
+    (folder / "run_config.yaml").write_text("model:\n  kv_channels: 7\n  num_moe_experts: 4\n")
     settings = read_dist(folder).settings
-    assert settings["num_layers"] == 7
+    assert settings["kv_channels"] == 7
     assert settings["num_experts"] == 4
 
 
@@ -464,7 +468,7 @@ def test_no_model_beside_weights_in_huggingface(tmp_path):
     """verl with mbridge."""
     folder = save_dcp(tmp_path / "actor" / "dist_ckpt", OPTIMIZER)
     with pytest.raises(
-        UnsupportedCheckpoint, match="holds no model, only args, optimizer, rng_state"
+        UnsupportedCheckpoint, match="holds no model, only args, epoch, optimizer, rng_state"
     ) as caught:
         read_dist(folder)
     assert "huggingface/" in caught.value.hint
@@ -535,3 +539,83 @@ def test_a_zarr_array_that_has_lost_its_header(tmp_path):
     (tmp_path / "output_layer.weight" / ".zarray").unlink()
     with pytest.raises(IncompleteCheckpoint, match=r"output_layer\.weight: is no tensor"):
         read_dist(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "decoder.layers.0.self_attention.linear_q_up_proj.layer_norm_weight",
+        "decoder.layers.0.mlp.shared_experts.gate_weight",
+        "decoder.layers.0.mlp.router.expert_bias",
+        "decoder.layers.0.self_attention.A_log",
+        "decoder.layers.0.self_attention.in_proj.weight.query",
+    ],
+)
+def test_a_weight_of_any_name_that_has_lost_its_data(tmp_path, name):
+    folder = save_dcp(tmp_path / "x", {**ONE, f"{name}/shard_0_1": "lost"})
+    with pytest.raises(IncompleteCheckpoint, match=re.escape(name) + ".*: is no tensor"):
+        read_dist(folder)
+    write_array(tmp_path / "zarr" / "decoder.final_layernorm.weight", torch.ones(3), (3,))
+    (tmp_path / "zarr" / name).mkdir()
+    with pytest.raises(IncompleteCheckpoint, match=re.escape(name) + ": is no tensor"):
+        read_dist(tmp_path / "zarr")
+
+
+def test_common_state_that_has_to_be_there(tmp_path):
+    """Without it, blocks of gate and up stay as they are, and norms that are centred at zero."""
+    case = SAMPLES / "td_te_qwen3moe_ep2grouped" / LEAVES["td_te_qwen3moe_ep2grouped"]
+    shutil.copytree(case, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "common.pt").unlink()
+    with pytest.raises(IncompleteCheckpoint, match=r"common\.pt: not there, though metadata\.json"):
+        read_dist(tmp_path)
+    (tmp_path / "common.pt").mkdir()
+    with pytest.raises(SourceError, match=r"common\.pt: is a folder"):
+        read_dist(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_layers": 3}, "4 decoder layers, expected 3 (num_layers)"),
+        ({"num_layers": 28}, "4 decoder layers, expected 28 (num_layers)"),
+        ({"hidden_size": 64}, "hidden_size"),
+        ({"ffn_hidden_size": 56}, "ffn_hidden_size"),
+        ({"moe_ffn_hidden_size": 32}, "moe_ffn_hidden_size"),
+        ({"moe_ffn_hidden_size": None}, "ffn_hidden_size"),
+        ({"moe_shared_expert_intermediate_size": 24}, "moe_shared_expert_intermediate_size"),
+        ({"num_experts": 8}, "4 experts in the files, expected 8"),
+        ({"apply_layernorm_1p": "True"}, "apply_layernorm_1p is 'True', expected True or False"),
+        ({"rotary_interleaved": 1}, "rotary_interleaved is '1'"),
+    ],
+)
+def test_arguments_of_another_model(tmp_path, changes, words):
+    case = SAMPLES / "td_te_dsv3_tp2ep2pp2" / LEAVES["td_te_dsv3_tp2ep2pp2"]
+    shutil.copytree(case, tmp_path, dirs_exist_ok=True)
+    read_dist(tmp_path)
+    change(tmp_path / "common.pt", lambda common: vars(common["args"]).update(changes))
+    with pytest.raises((InconsistentCheckpoint, IncompleteCheckpoint), match=re.escape(words)):
+        read_dist(tmp_path)
+
+
+def test_a_common_file_of_another_model(tmp_path):
+    case = SAMPLES / "td_te_qwen3moe_ep2grouped" / LEAVES["td_te_qwen3moe_ep2grouped"]
+    shutil.copytree(case, tmp_path, dirs_exist_ok=True)
+    shutil.copy(SAMPLES / "td_te_dsv3_tp2ep2pp2" / LEAVES["td_te_dsv3_tp2ep2pp2"] / "common.pt", tmp_path)
+    with pytest.raises(InconsistentCheckpoint, match=r"linear_qkv.*: args say multi_latent_attention = True"):
+        read_dist(tmp_path)  # of the same sizes, as it happens
+
+
+def test_zarr_without_its_metadata_is_known_by_its_names(tmp_path):
+    for name in ("decoder.final_layernorm.weight", "embedding.word_embeddings.weight"):
+        write_array(tmp_path / name, torch.ones(3), (3,))
+    assert FORMAT.recognises(tmp_path)
+    for path in tmp_path.iterdir():
+        path.rename(tmp_path / f"x.{path.name}")
+    assert not FORMAT.recognises(tmp_path)
+
+
+def test_an_empty_checkpoint_holds_nothing(tmp_path):
+    folder = save_dcp(tmp_path / "x", {"a": torch.ones(1)})
+    edited(folder, lambda metadata: (metadata.state_dict_metadata.clear(), metadata.storage_data.clear()))
+    with pytest.raises(UnsupportedCheckpoint, match="holds no model, nor anything else"):
+        read_dist(folder)

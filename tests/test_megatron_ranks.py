@@ -257,10 +257,10 @@ def test_a_virtual_stage_that_is_absent_is_refused(tmp_path: Path) -> None:
 
 def test_fewer_or_more_layers_than_the_arguments_say_are_refused(tmp_path: Path) -> None:
     stages(tmp_path, num_layers=6)
-    with pytest.raises(IncompleteCheckpoint, match="5 layers in all stages together, expected 6"):
+    with pytest.raises(IncompleteCheckpoint, match=r"5 decoder layers, expected 6 \(num_layers\)"):
         read_ranks(tmp_path)
     stages(tmp_path, num_layers=4)
-    with pytest.raises(InconsistentCheckpoint, match="5 layers in all stages together, expected 4"):
+    with pytest.raises(InconsistentCheckpoint, match=r"5 decoder layers, expected 4 \(num_layers\)"):
         read_ranks(tmp_path)
 
 

@@ -107,3 +107,11 @@ def test_two_tensors_of_one_name_are_refused():
 def test_a_mapping_that_fits_nothing_names_the_nearest():
     with pytest.raises(PlanError, match=r"decoder\.layers\.7\.x\.weight"):
         apply_mapping([("decoder.layers.7.x.weights", "new")], NAMES)
+
+
+@pytest.mark.parametrize("name", ["map.txt", "map.json"])
+def test_a_mark_before_the_first_name_is_none_of_it(tmp_path: Path, name):
+    """As editors of Windows write UTF-8."""
+    text = '{"a.b": "c.d"}' if name.endswith("json") else "a.b:c.d\n"
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    assert parse_mapping([str(tmp_path / name)]) == [("a.b", "c.d")]

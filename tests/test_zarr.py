@@ -138,5 +138,23 @@ def test_a_chunk_under_two_names(folder, other):
 def test_a_stack_without_elements(folder):
     header = folder / "a.weight" / ".zarray"
     header.write_text(header.read_text().replace("[2, 7, 5]", f"[{1 << 18}, 0, 5]"))
+    for chunk in header.parent.glob("[0-9]*"):
+        chunk.unlink()
     with pytest.raises(UnsupportedCheckpoint, match=r"expected 1 leading axes .* and elements"):
         read_zarr(folder).unstacked("a.weight", 1)
+
+
+@pytest.mark.parametrize(("path", "name"), [("a.weight", "2.0.0"), ("a.weight", "0.0"), ("scalar", "1")])
+def test_chunks_that_an_array_does_not_have(folder, path, name):
+    """The header is that of another array: what is in them would be lost."""
+    chunk = next(each for each in sorted((folder / path).iterdir()) if each.name != ".zarray")
+    (folder / path / name).write_bytes(chunk.read_bytes())
+    with pytest.raises(InconsistentCheckpoint, match=f"{path}: chunk {name} .* grid"):
+        read_zarr(folder)
+
+
+def test_a_name_that_would_write_over_the_terminal(folder):
+    write_array(folder / "a\x1b[2J.weight", WEIGHT, (1, 4, 3))
+    with pytest.raises(DamagedFile, match="proper name") as caught:
+        read_zarr(folder)
+    assert caught.value.problem.isprintable()

@@ -100,22 +100,39 @@ def expected(config: Mapping[str, Any], *, code: Path | None = None) -> Architec
     `model_type` is another model's, and `DamagedFile` for one that asks for more than `MOST_LAYERS`, or for
     more time or memory than `model_process` gives.
     """
+    found = described(config, code, {"architecture": lambda data: from_plain(data, config, code)})
+    return None if found is None else found["architecture"]
+
+
+def described(
+    config: Mapping[str, Any], code: Path | None, parts: Mapping[str, Callable[[Any], Any]]
+) -> dict[str, Any] | None:
+    """What transformers says of the model of this config.json, as `expected`, in one question for all parts.
+
+    `parts` has "architecture", "conversion" or both, each with what makes it of plain data and raises
+    `ValueError` for what is none. None, and what is raised, is as `expected` has it.
+    """
     if not _names_a_class(config):
         return None
     _refuse_counts(config)
     request = {"config": dict(config), "code": None if code is None else str(code)}
-    key = None if code is not None else as_json(request)  # the user's code may change
-    if key is not None and (known := remembered(key)) is not None:
-        try:
-            return from_plain(known, config)
-        except ValueError:
-            pass  # written by somebody else, or damaged
-    data = _ask(request)
+    requests = {part: request if part == "architecture" else {**request, part: True} for part in parts}
+    known: dict[str, Any] = {}
+    if code is None:  # the user's code may change
+        for part, make in parts.items():
+            try:
+                known[part] = make(remembered(as_json(requests[part])))
+            except ValueError:
+                break  # not asked yet; or written by somebody else, or damaged
+    if len(known) == len(parts):
+        return known
+    data = _ask({key: value for each in requests.values() for key, value in each.items()})
     if data is None:
         return None
-    if key is not None:
-        remember(key, data["architecture"])
-    return from_plain(data["architecture"], config, code)
+    for part in parts:
+        if code is None:
+            remember(as_json(requests[part]), data[part])
+    return {part: make(data[part]) for part, make in parts.items()}
 
 
 def why_unknown(config: Mapping[str, Any]) -> str:
@@ -182,7 +199,7 @@ def differences(found: Mapping[str, Shape], architecture: Architecture) -> Diffe
 def ignored_by(architecture: Architecture) -> Callable[[str], bool]:
     """Whether a loader leaves a tensor of this name, by what the class says; MTP layers too."""
     pattern = _pattern(architecture.ignored)
-    return lambda name: bool(pattern.search(name)) or _is_mtp(name, architecture.config)
+    return lambda name: bool(pattern.search(name)) or is_mtp(name, architecture.config)
 
 
 class _Inside:
@@ -206,7 +223,7 @@ def layers_of(name: str) -> list[str]:
     return [name[: match.end()] for match in _NUMBER.finditer(name)]
 
 
-def _is_mtp(name: str, config: Mapping[str, Any]) -> bool:
+def is_mtp(name: str, config: Mapping[str, Any]) -> bool:
     """Whether a name is of the layers behind the last one, which predict further tokens."""
     text = config.get("text_config")
     text = text if isinstance(text, dict) else config

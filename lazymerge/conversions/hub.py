@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lazymerge.checkpoint import Checkpoint, Note
 from lazymerge.conversions.megatron.mapping import parse_mapping
-from lazymerge.errors import PlanError
+from lazymerge.conversions.value_head import value_head_fields, value_head_note
+from lazymerge.errors import InconsistentCheckpoint, LazymergeError, PlanError
 
 if TYPE_CHECKING:  # what a merge of FSDP does not need is not imported for it
     from lazymerge.conversions.architecture import Architecture
@@ -27,6 +29,7 @@ class HubOptions:
     force_shape_match: bool = False
     check: bool = True
     backfill: str | None = None
+    names: str = "hub"  # or "runtime"
 
     def identity(self) -> dict[str, Any]:
         """What decides the bytes of the result: the contents of the files that are named, not their paths."""
@@ -38,6 +41,7 @@ class HubOptions:
             "is_value_model": self.is_value_model,
             "force_shape_match": self.force_shape_match,
             "backfill": self.backfill,
+            "names": self.names,
         }
 
     def named(self) -> list[str]:
@@ -77,33 +81,90 @@ def to_hub(
 ) -> Hub:
     """The checkpoint under the hub's names, checked against the model that `config` names.
 
-    A checkpoint of FSDP has such names already and stays as it is. `code` is the folder of the config's
-    remote code, where the user trusts it. Raises what the conversion and the check raise.
+    `code` is the folder of the config's remote code, where the user trusts it. Raises what the conversion
+    and the check raise.
     """
+    if options.names not in {"hub", "runtime"}:
+        raise PlanError(f"--names {options.names}", "choose hub or runtime")
     if checkpoint.format != "megatron":
         if options.named():
             raise PlanError(
                 f"{', '.join(options.named())}: only for Megatron checkpoints, this is {checkpoint.format}",
                 "leave it away",
             )
-        return Hub(checkpoint)
+        fields = value_head_fields(checkpoint, config or {})
+        if fields and config is not None:
+            checkpoint = checkpoint.with_notes(value_head_note(config, fields))
+            config = {**config, **fields}
+        return Hub(_saved_names(checkpoint, config, options, code), fields)
     from lazymerge.conversions.megatron.convert import convert
     from lazymerge.conversions.megatron.families import load_family
+    from lazymerge.conversions.megatron.head import without_class
+    from lazymerge.conversions.tying import HEADS
 
     architecture = _architecture(config, options, code)  # before the conversion imports torch
-    converted = convert(
-        checkpoint,
-        config if config is None or architecture is None else _filled(config, architecture.defaults),
-        family=None if options.family is None else load_family(options.family),
-        mapping=parse_mapping(options.param_mapping),
-        tied=options.tie_word_embedding or None,
-        value_model=options.is_value_model or None,
-        force_shapes=options.force_shape_match,
-    )
-    changed = {**(config or {}), **converted.config_changes}
-    if converted.config_changes:
-        architecture = _architecture(changed, options, code)
-    return Hub(_checked(converted.checkpoint, architecture, changed, options), converted.config_changes)
+    filled = config if config is None or architecture is None else _filled(config, architecture.defaults)
+    defaults = _left_to_class(config or {}, filled or {})
+    try:
+        converted = convert(
+            checkpoint,
+            filled,
+            family=None if options.family is None else load_family(options.family),
+            mapping=parse_mapping(options.param_mapping),
+            tied=options.tie_word_embedding or None,
+            value_model=options.is_value_model or None,
+            force_shapes=options.force_shape_match,
+        )
+    except LazymergeError as error:
+        error.hint += _of_class(str(error), defaults)
+        raise
+    checkpoint, changes = converted.checkpoint, converted.config_changes
+    if defaults:
+        text = f"config.json leaves sizes to its class, whose defaults are taken: {_as_text(defaults)}"
+        unseen = any(field.endswith(".num_heads") for field in defaults)  # of a vision tower: no shape tells
+        checkpoint = checkpoint.with_notes(Note("warning" if unseen else "info", text))
+    if changes:
+        known, architecture = architecture, _architecture({**(config or {}), **changes}, options, code)
+        if architecture is None and known is not None and "architectures" in changes:
+            changes, note = without_class(changes, known.class_name)
+            checkpoint = checkpoint.with_notes(note)
+            body = {name: shape for name, shape in known.shapes.items() if not name.endswith(HEADS)}
+            architecture = replace(known, shapes=body)
+    return Hub(_checked(checkpoint, architecture, {**(config or {}), **changes}, options), changes)
+
+
+def _saved_names(
+    checkpoint: Checkpoint,
+    config: Mapping[str, Any] | None,
+    options: HubOptions,
+    code: Path | None,
+) -> Checkpoint:
+    """A checkpoint of a model of transformers under the names that `save_pretrained` writes, checked.
+
+    A config that transformers has no model for is no reason to stop here: it is the trainer that built it.
+    """
+    from lazymerge.conversions.architecture import check, why_unknown
+    from lazymerge.conversions.runtime_names import architecture_and_conversion, converted, unchanged
+    from lazymerge.conversions.tied_names import untied
+
+    if options.names == "runtime" and not options.check:
+        return checkpoint
+    try:
+        known = architecture_and_conversion(config or {}, code)
+    except LazymergeError as error:
+        if options.check and not isinstance(error, InconsistentCheckpoint):
+            raise
+        return checkpoint.with_notes(unchanged(error.problem, "warning"))
+    if known is None:
+        why = why_unknown(config) if config is not None else "there is no config.json"
+        return checkpoint.with_notes(unchanged(why, "info"))
+    architecture, conversion = known
+    named = converted(checkpoint, architecture, conversion)
+    if options.check:
+        named = check(named, architecture)
+    if options.names == "runtime":
+        return checkpoint
+    return untied(named, architecture)
 
 
 def _architecture(
@@ -123,6 +184,9 @@ _FILLED = (
     "head_dim",
     "num_heads",
     "depth",
+    *("num_experts", "n_routed_experts", "num_local_experts"),
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    *("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim"),
 )
 """Sizes that a layout needs and that some configs leave to their class (Gemma 3)."""
 
@@ -136,6 +200,32 @@ def _filled(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str,
         elif isinstance(value, dict) and isinstance(filled.get(name), dict):
             filled[name] = _filled(filled[name], value)
     return filled
+
+
+def _left_to_class(config: Mapping[str, Any], filled: Mapping[str, Any]) -> dict[str, Any]:
+    """What `_filled` added: field -> value, fields of parts under the part's name."""
+    added: dict[str, Any] = {}
+    for name, value in filled.items():
+        was = config.get(name)
+        if isinstance(was, dict) and isinstance(value, dict):
+            added |= {f"{name}.{field}": each for field, each in _left_to_class(was, value).items()}
+        elif value is not was and value != was:  # a NaN differs from itself
+            added[name] = value
+    return added
+
+
+def _of_class(message: str, defaults: Mapping[str, Any]) -> str:
+    """A clause for an error: which of the fields that it names are not config.json's own; "" for none."""
+    named = {
+        field: value
+        for field, value in defaults.items()
+        if re.search(rf"\b{re.escape(field.rpartition('.')[2])}\b", message)
+    }
+    return f"; by default of its class, config.json has {_as_text(named)}" if named else ""
+
+
+def _as_text(fields: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} = {value!r:.40}" for name, value in fields.items())
 
 
 def _checked(
@@ -157,16 +247,14 @@ def _checked(
             f"--backfill {options.backfill}: only the check of names and shapes knows what may be missing",
             "leave --no-check away, or install the transformers that has the class of this config.json",
         )
-    if architecture is None:
-        text = f"names and shapes are not checked: {why_unknown(config)}"
-        return checkpoint.with_notes(Note("warning", text)) if options.check else checkpoint
-    if options.force_shape_match:
+    if architecture is not None and options.force_shape_match:
         from lazymerge.conversions.shapes import force_shapes
 
         checkpoint = force_shapes(checkpoint, architecture)
-    if not options.check:
-        return checkpoint
-    checkpoint = check(checkpoint, architecture)
+    if architecture is None or not options.check:
+        why = why_unknown(config) if options.check else "--no-check"
+        text = f"names and shapes are not checked: {why}"
+        return checkpoint.with_notes(Note("warning" if options.check else "info", text))
     if options.backfill is not None:
         return backfilled(checkpoint, architecture, Path(options.backfill))
-    return note_lacking(checkpoint, architecture, checkpoint.sidecars)
+    return note_lacking(check(checkpoint, architecture), architecture, checkpoint.sidecars)

@@ -1,6 +1,8 @@
 """The model that a config.json names, built by transformers on the meta device. Runs as a process.
 
     stdin    {"config": ..., "code": folder or null}            stdout    {"architecture": ...}
+             the same, with "conversion": true                            ... and {"conversion": ...}
+             the same, with "tensors": {name: [shape, dtype]}             {"conversion": ...} of these
              the same, with "found": {name: shape}                        {"fields": [[...], ...]}
                                                                           {"unknown": class name}
                                                                           {"refused": complaint}
@@ -47,7 +49,7 @@ def build(config: Mapping[str, Any], code: Path | None = None) -> Any:
         model_class, config_class = _classes(config, code)
         if model_class is None:
             return None
-        plain = _without_kernels(copy.deepcopy(dict(config)))
+        plain = _with_floats(_without_kernels(copy.deepcopy(dict(config))))
         if model_class.__module__.startswith("transformers."):
             plain["model_type"] = _model_type(config, model_class)
         settings = config_class.from_dict(plain)
@@ -172,6 +174,15 @@ def _without_kernels(config: Any) -> Any:
     return config
 
 
+def _with_floats(value: Any) -> Any:
+    """What JSON has no number for, which transformers writes as {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"} and value["__float__"] in {"Infinity", "-Infinity", "NaN"}:
+            return float(value["__float__"])
+        return {key: _with_floats(each) for key, each in value.items()}
+    return [_with_floats(each) for each in value] if isinstance(value, list) else value
+
+
 def _hub(model: Any, state: Mapping[str, Any]) -> dict[str, list[int]]:
     """Hub names and shapes of these tensors of the model."""
     from transformers.core_model_loading import revert_weight_conversion
@@ -242,12 +253,21 @@ def _answer(request: dict[str, Any], code: Path | None) -> dict[str, Any]:
     model = build(config, code)
     if model is None:
         return {"unknown": config["architectures"][0]}
+    if "tensors" in request:
+        return {"conversion": _conversion(model, request["tensors"])}
     description = describe(model)
     architecture = from_plain(description, config)
     if "found" not in request:
-        return {"architecture": description}
+        conversion = {"conversion": _conversion(model)} if "conversion" in request else {}
+        return {"architecture": description, **conversion}
     found = {name: tuple(shape) for name, shape in request["found"].items()}
     return {"fields": explain(architecture, model.config.to_dict(), found, _builder(code))}
+
+
+def _conversion(model: Any, tensors: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    from lazymerge.conversions.recording import recorded  # lazy tensors, which few questions need
+
+    return recorded(model, tensors)
 
 
 def _builder(code: Path | None) -> Build:

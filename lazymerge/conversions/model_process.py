@@ -19,7 +19,7 @@ from typing import Any
 from lazymerge.errors import DamagedFile, InconsistentCheckpoint, PlanError
 
 SECONDS = 30
-"""Of processor time that building a model takes at most; DeepSeek-V3 takes half a second."""
+"""Of processor time that building a model takes at most; DeepSeek-V3 takes one, with its conversion six."""
 
 MEMORY = 2 << 30
 """Bytes that building a model takes at most beyond the imports; DeepSeek-V3 takes 50 MB."""

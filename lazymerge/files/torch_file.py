@@ -27,6 +27,7 @@ otherwise (DTensor, ShardedTensor). Around ``torch.Tensor`` and ``Parameter`` th
 from __future__ import annotations
 
 import struct
+import zlib
 from typing import Any
 
 from lazymerge.errors import DamagedFile, LazymergeError, NotACheckpoint, UnsupportedCheckpoint
@@ -119,6 +120,12 @@ class ZippedObject:
         if entry.size > MAX_PICKLE:
             raise _too_large(archive, entry.size)
         self.pickled = archive.read(data_offset(archive, entry), entry.size)
+        if entry.checksum and zlib.crc32(self.pickled) != entry.checksum:
+            raise DamagedFile(
+                f"{archive.name}: data.pkl has the checksum {zlib.crc32(self.pickled):08x}, expected"
+                f" {entry.checksum:08x}",
+                "bytes in the file have changed since it was written; copy it again",
+            )
 
     def locate(self, key: str) -> tuple[int, int]:
         """Where the bytes of a storage start in the file, and how many there are."""

@@ -5,9 +5,10 @@
 Sizes and the places of the local headers are read from the central directory, because local
 headers may leave their sizes at zero and give them in a descriptor behind the data. Only where the
 data starts has to be asked of the local header: its extra field is the padding that aligns the
-data. Records are stored, not compressed, so each is a range of the file. Checksums are not
-checked: torch can be told to write none. ``zipfile`` would do, at twenty times the time: there are
-thousands of records to a file and hundreds of files to a checkpoint.
+data. Records are stored, not compressed, so each is a range of the file. Checksums are not checked
+here: torch can be told to write zeros instead (``torch.serialization.set_crc32_options``). ``zipfile``
+would do, at twenty times the time: there are thousands of records to a file and hundreds of files to a
+checkpoint.
 """
 
 from __future__ import annotations

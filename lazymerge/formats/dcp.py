@@ -28,6 +28,7 @@ from lazymerge.errors import (
 from lazymerge.files.dtype import DType
 from lazymerge.files.local import Descriptors, LocalFile
 from lazymerge.files.region import Region, contiguous_strides
+from lazymerge.formats.dcp_distinct import check_distinct
 from lazymerge.formats.dcp_metadata import Place, TensorEntry, read_metadata
 from lazymerge.formats.dcp_records import Records, read_object
 from lazymerge.formats.stacks import Budget, Index, unstack
@@ -121,6 +122,7 @@ class DcpFolder:
         self.objects = tuple(metadata.objects)
         self.tensors = {name: DcpTensor(self, name, entry) for name, entry in metadata.tensors.items()}
         self._check_places(metadata.tensors)
+        check_distinct(self._chunks(metadata.tensors))
 
     @property
     def files(self) -> list[LocalFile]:
@@ -176,6 +178,14 @@ class DcpFolder:
                     f" {start + length}) of {one.places[chunk].path[:200]}",
                     "the metadata is damaged, or of another save; copy the checkpoint again",
                 )
+
+    def _chunks(self, tensors: dict[str, TensorEntry]) -> dict[LocalFile, list[tuple[DcpTensor, int]]]:
+        """The chunks in each file."""
+        chunks: dict[LocalFile, list[tuple[DcpTensor, int]]] = {}
+        for name, entry in tensors.items():
+            for chunk, place in enumerate(entry.places):
+                chunks.setdefault(self.file_at(place, name), []).append((self.tensors[name], chunk))
+        return chunks
 
     def _open(self, relative: str, name: str) -> LocalFile:
         path = self.folder / relative

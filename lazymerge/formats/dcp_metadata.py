@@ -84,7 +84,7 @@ def read_metadata(file: LocalFile, wanted: Callable[[str], bool]) -> DcpMetadata
     places: dict[str, dict[Shape | None, Place]] = {}
     found = DcpMetadata()
     for name, entry in entries.items():
-        if type(name) is not str or not name.isprintable() or type(entry) is not Record:
+        if type(name) is not str or not name or not name.isprintable() or type(entry) is not Record:
             raise _damaged(file, "an entry without a proper name, or of no kind")
         kind = _kind(entry)
         if kind == "BytesStorageMetadata":
@@ -97,7 +97,7 @@ def read_metadata(file: LocalFile, wanted: Callable[[str], bool]) -> DcpMetadata
                 found.others.append(name)
         else:
             raise _damaged(file, f"{_shown(name)} as a {kind[:100]}, which is neither tensor nor object")
-    _add_places(file, storage, places, found.paths)
+    _add_places(file, storage, entries, places, found.paths)
     chunks = 0
     for name, of_chunks in places.items():
         if name in found.objects:
@@ -135,6 +135,7 @@ def _size(args: tuple[Any, ...]) -> object:
 def _add_places(
     file: LocalFile,
     storage: dict[Any, Any],
+    entries: dict[Any, Any],
     places: dict[str, dict[Shape | None, Place]],
     paths: set[str],
 ) -> None:
@@ -149,6 +150,8 @@ def _add_places(
         paths.add(path)
         of_chunks = places.get(name)
         if of_chunks is None:
+            if name not in entries:
+                raise _damaged(file, f"a record of {_shown(name)}, and no entry that says what that is")
             continue
         offset, length = where.get("offset"), where.get("length")
         if not _is_count(offset) or not _is_count(length):

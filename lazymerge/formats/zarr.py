@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ _TYPES = {
     "|u1": "uint8",
     "|b1": "bool",
 }
+_CHUNK = re.compile(r"[0-9]+(\.[0-9]+)*")
 _COPY_AGAIN = "the file is truncated or overwritten; copy it again"
 
 
@@ -74,6 +76,10 @@ class ZarrFolder:
         self.tensors: dict[str, ZarrTensor] = {}
         others, objects = [], []
         for path in sorted(path for path in folder.iterdir() if path.is_dir()):
+            if not path.name.isprintable():
+                raise DamagedFile(
+                    f"{folder}: a folder without a proper name, {path.name[:100]!r}", _COPY_AGAIN
+                )
             if not (path / ARRAY).is_file():
                 objects.append(path.name)
             elif wanted(path.name):
@@ -138,10 +144,28 @@ class ZarrTensor:
             ends = zip(start, chunk, self.shape, strict=True)
             boxes.append(Box(start, tuple(min(step, size - first) for first, step, size in ends)))
         self.boxes = tuple(boxes)
+        _check_inside(path, there, grid)
 
     def region(self, chunk: int) -> Region:
         """Where the bytes of a chunk are."""
         return Region(self.files[chunk], 0, self.dtype, self.boxes[chunk].shape, self._strides)
+
+
+def _check_inside(path: Path, names: Iterable[str], grid: Sequence[int]) -> None:
+    """Refuse chunks that the array does not have: then its header is another one's."""
+    for name in names:
+        if _CHUNK.fullmatch(name) is None:
+            continue
+        at = name.split(".")
+        inside = len(at) == max(len(grid), 1) and all(
+            len(number) <= len(str(count)) and int(number) < count
+            for number, count in zip(at, grid or [1], strict=True)
+        )
+        if not inside:
+            raise InconsistentCheckpoint(
+                f"{path.name}: chunk {name[:100]} in {path}, whose {ARRAY} makes a grid of {tuple(grid)}",
+                f"the {ARRAY} is that of another array, or files were mixed: copy the checkpoint again",
+            )
 
 
 def _chunk_file(path: Path, name: str, nbytes: int, pool: Descriptors) -> LocalFile:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Container, Iterable, Mapping
+from typing import Any, NamedTuple
 
 from lazymerge.conversions.megatron.family import Config, positive
 from lazymerge.conversions.megatron.table import Match
@@ -18,9 +18,10 @@ class _Numbered(NamedTuple):
     field: str
 
 
-def check_blocks(matches: Mapping[str, Match], config: Config) -> None:
+def check_blocks(matches: Mapping[str, Match], config: Config, by_hand: Mapping[str, Match]) -> None:
     """Decoder layers, and MTP layers and vision blocks if there are any, are numbered 0 to n - 1.
 
+    `by_hand` are the rules of tensors that a mapping has named: they are not missing, and never too many.
     Raises `IncompleteCheckpoint` for missing ones and `InconsistentCheckpoint` for surplus ones.
     """
     present: dict[str, set[int]] = {"L": set()}
@@ -42,13 +43,17 @@ def check_blocks(matches: Mapping[str, Match], config: Config) -> None:
         numbered["K"] = _Numbered("MTP layers", _mtp_layers(config), "num_nextn_predict_layers")
     for placeholder, numbers in present.items():
         if placeholder in numbered:
-            _check(numbers, numbered[placeholder], "")
+            mapped = {
+                match.numbers[placeholder] for match in by_hand.values() if placeholder in match.numbers
+            }
+            _check(numbers, numbered[placeholder], "", mapped)
 
 
-def lacking_of_layers(matches: Iterable[Match]) -> str | None:
+def lacking_of_layers(matches: Iterable[Match], made: Container[str]) -> str | None:
     """What to say of a layer that has only a part of what another one has; None if there is none.
 
-    Layers of different kinds (dense and experts, attention and delta net) have each something of their own.
+    `made` are the names that were written, by a rule of that layer alone or a mapping too. Layers of
+    different kinds (dense and experts, attention and delta net) have each something of their own.
     """
     layers: dict[int, set[str]] = {}
     for match in matches:
@@ -60,20 +65,22 @@ def lacking_of_layers(matches: Iterable[Match]) -> str | None:
     for names, layer in kinds.items():
         for more, other in kinds.items():
             if names < more:
-                lost = sorted(more - names)[0].replace("{L}", str(layer))
-                return f"{lost} is not in the checkpoint, though layer {other} has its own"
+                others = (
+                    name.replace("{L}", str(layer)).replace("{E}", "0") for name in sorted(more - names)
+                )
+                lost = next((name for name in others if name not in made), None)
+                if lost is not None:
+                    return f"{lost} is not in the checkpoint, though layer {other} has its own"
     return None
 
 
-def check_experts(matches: Mapping[str, Match], config: Config) -> None:
-    """Every layer that has experts has all, for each of their tensors, numbered 0 to n - 1."""
-    groups: dict[tuple[int, int, tuple[tuple[str, int], ...]], dict[int, str]] = {}
-    for name, match in matches.items():
-        numbers = dict(match.numbers)
-        expert = numbers.pop("E", None)
-        if expert is not None:
-            key = (match.rule.index, match.position, tuple(numbers.items()))
-            groups.setdefault(key, {})[expert] = name
+def check_experts(matches: Mapping[str, Match], config: Config, by_hand: Mapping[str, Match]) -> None:
+    """Every layer that has experts has all, for each of their tensors, numbered 0 to n - 1.
+
+    `by_hand` as `check_blocks` has it; but what is put together out of all experts needs all of them.
+    """
+    groups = _expert_groups(matches)
+    mapped = _expert_groups({name: each for name, each in by_hand.items() if not each.rule.collected})
     if not groups:
         return
     if config.experts is None:
@@ -83,8 +90,20 @@ def check_experts(matches: Mapping[str, Match], config: Config) -> None:
             "config.json is that of a dense model; give the right one by --hf-config",
         )
     numbered = _Numbered("experts", config.experts, "the number of experts")
-    for experts in groups.values():
-        _check(experts, numbered, f"{next(iter(experts.values()))}: ")
+    for key, experts in groups.items():
+        _check(experts, numbered, f"{next(iter(experts.values()))}: ", mapped.get(key, ()))
+
+
+def _expert_groups(matches: Mapping[str, Match]) -> dict[tuple[Any, ...], dict[int, str]]:
+    """The experts' names by number, of each tensor of each layer."""
+    groups: dict[tuple[Any, ...], dict[int, str]] = {}
+    for name, match in matches.items():
+        numbers = dict(match.numbers)
+        expert = numbers.pop("E", None)
+        if expert is not None:
+            key = (match.rule.index, match.position, tuple(numbers.items()))
+            groups.setdefault(key, {})[expert] = name
+    return groups
 
 
 def _mtp_layers(config: Config) -> int | None:
@@ -93,8 +112,8 @@ def _mtp_layers(config: Config) -> int | None:
     return 0 if value == 0 else positive(config.hf, "num_nextn_predict_layers")
 
 
-def _check(present: Iterable[int], numbered: _Numbered, where: str) -> None:
-    numbers = set(present)
+def _check(present: Iterable[int], numbered: _Numbered, where: str, by_hand: Iterable[int]) -> None:
+    numbers = {*present, *(each for each in by_hand if numbered.expected is None or each < numbered.expected)}
     count = len(numbers) if numbered.expected is None else numbered.expected
     surplus = sorted(number for number in numbers if number >= count)
     missing = [number for number in range(min(count, len(numbers) + 5)) if number not in numbers]
@@ -103,8 +122,9 @@ def _check(present: Iterable[int], numbered: _Numbered, where: str) -> None:
     said = "no gap" if numbered.expected is None else f"{count} by {numbered.field} of config.json"
     found = f"{where}{len(numbers)} {numbered.what}, expected {said}"
     if surplus and (not missing or numbered.expected is not None):
+        gap = f", and number {missing[0]} is missing" if missing else ""
         raise InconsistentCheckpoint(
-            f"{found}; number {surplus[0]} is too many",
+            f"{found}; number {surplus[0]} is too many{gap}",
             f"check {numbered.field} in config.json (--hf-config DIR gives another)",
         )
     raise IncompleteCheckpoint(

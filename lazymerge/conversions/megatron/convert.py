@@ -20,6 +20,7 @@ from lazymerge.conversions.megatron.complete import check_blocks, check_experts,
 from lazymerge.conversions.megatron.families import family_of
 from lazymerge.conversions.megatron.family import Config, Family, Misfit
 from lazymerge.conversions.megatron.mapping import apply_mapping
+from lazymerge.conversions.megatron.mtp import check_mtp
 from lazymerge.conversions.megatron.table import CompiledRule, Match, Table
 from lazymerge.conversions.megatron.vocabulary import cut_note, cut_vocabulary
 from lazymerge.errors import (
@@ -136,10 +137,12 @@ class _Conversion:
             self.left_out[name] = reason
         self._cut_vocabulary()
         matches = self._matches()
-        check_blocks(matches, self.config)
-        check_experts(matches, self.config)
+        by_hand = {name: match for name in mapped if (match := self.table.find(name)) is not None}
+        check_blocks(matches, self.config, by_hand)
+        check_experts(matches, self.config, by_hand)
         for job in _jobs(matches.items()):
             self._apply(job)
+        check_mtp(self.checkpoint.gathers, matches, self.made, self.table, self.config)
         notes = (*head.notes, *self.notes, *self._notes(matches.values()))
         made = self.checkpoint.with_gathers(self.made, *notes, left_out=self.left_out)
         changes = dict(head.changes)
@@ -158,7 +161,9 @@ class _Conversion:
             return heads.value_head(self.sources, self.config)
         rule = self.table.find(heads.OUTPUT)
         mapped = rule is not None and any(name in self.made for name in rule.rule.hf)
-        return heads.output_head(mapped or heads.OUTPUT in self.sources, self.config, self.family, tied)
+        there = mapped or heads.OUTPUT in self.sources
+        copied = heads.OUTPUT in self.checkpoint.left_out
+        return heads.output_head(there, self.config, self.family, tied, copied=copied)
 
     def _cut_vocabulary(self) -> None:
         for name in (EMBEDDING, heads.OUTPUT):
@@ -166,7 +171,7 @@ class _Conversion:
                 whole = self.sources[name]
                 cut = cut_vocabulary(name, whole, self.config, force=self.force_shapes)
                 if cut is not whole:
-                    self.notes.append(cut_note(name, whole.shape[0], self.config))
+                    self.notes.append(cut_note(name, whole, self.config))
                 self.sources[name] = cut
 
     def _matches(self) -> dict[str, Match]:
@@ -279,6 +284,19 @@ class _Conversion:
         copies, became = self.checkpoint.copies, self.became
         return lambda: (copy._replace(name=became.get(copy.name, copy.name)) for copy in copies())
 
+    def _heads(self) -> str:
+        """The numbers of heads that the order of rows rests on, which shapes alone do not tell."""
+        said = [
+            f"{name} = {count}"
+            for part, names in (
+                (self.config.hf, (*layouts.HEADS, *layouts.DELTA)),
+                (self.config.vision, ("num_heads",)),
+            )
+            for name in names
+            if isinstance(count := part.get(name), int)
+        ]
+        return f" ({', '.join(said)})" if said else ""
+
     def _notes(self, matches: Collection[Match]) -> list[Note]:
         notes = []
         if self.shifted:
@@ -287,13 +305,14 @@ class _Conversion:
         if not self.config.megatron:
             text = (
                 "the trainer's arguments are not recorded: that norms are not centred, and the order of heads"
-                " and rotary dimensions, are taken from config.json and the usual way of the family"
+                f" and rotary dimensions, are taken from config.json{self._heads()} and the usual way of the"
+                " family"
             )
             notes.append(Note("info", text))
         if self.config.whole.get(_QUANTIZED) is not None:
             text = f"config.json's {_QUANTIZED} is left out: the weights are not quantised"
             notes.append(Note("info", text))
-        lacking = lacking_of_layers(matches)
+        lacking = lacking_of_layers(matches, self.made)
         if lacking is not None:
             notes.append(Note("warning", lacking))
         mtp = [match for match in matches if "K" in match.numbers]

@@ -103,6 +103,14 @@ def _checked(family: object, where: str) -> Family:
             f"{where} is {type(family).__name__}, expected lazymerge.conversions.megatron.family.Family",
             "see a built-in table, such as lazymerge/conversions/megatron/tables/llama.py",
         )
+    types: object = family.model_types
+    problem = ""
+    if not isinstance(types, tuple | list) or not all(isinstance(each, str) for each in types):
+        problem = f"model_types is {types!r:.60}, expected a tuple of names"
+    elif not all(isinstance(flag, bool) for flag in (family.tied, family.interleaved)):
+        problem = f"tied is {family.tied!r:.60} and interleaved {family.interleaved!r:.60}, expected bool"
+    if problem:
+        raise PlanError(f"{where}: {problem}", "see lazymerge/conversions/megatron/family.py")
     try:
         Table(family.rules)
     except Exception as error:  # whatever the user has put into the rules

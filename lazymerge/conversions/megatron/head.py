@@ -14,6 +14,7 @@ from lazymerge.gather import Gather
 OUTPUT, OUTPUT_BIAS = "output_layer.weight", "output_layer.bias"
 FLAG = "tie_word_embeddings"
 _VALUE_ARCHITECTURES = ("ForTokenClassification", "ForSequenceClassification")
+_BIAS = "token_classification_bias"
 _MOST_LABELS = 1 << 16
 
 
@@ -63,6 +64,8 @@ def value_head(gathers: Mapping[str, Gather], config: Config) -> Head:
         names[OUTPUT_BIAS] = "score.bias"
     rows = gathers[OUTPUT].shape[0]
     changes: dict[str, Any] = {} if _labels(config) == rows else _label_names(rows)
+    if config.whole.get("num_labels", rows) != rows:  # it goes before the names of labels
+        changes["num_labels"] = rows
     architecture = _architecture(config)
     if not architecture.endswith(_VALUE_ARCHITECTURES):
         architecture = _token_classification(config)
@@ -70,8 +73,8 @@ def value_head(gathers: Mapping[str, Gather], config: Config) -> Head:
             changes = {"architectures": [architecture], **changes}
     if architecture.endswith(_VALUE_ARCHITECTURES[0]):
         has_bias = OUTPUT_BIAS in gathers  # where the config does not say, transformers adds one of its own
-        if config.whole.get("token_classification_bias", True) is not has_bias:
-            changes["token_classification_bias"] = has_bias
+        if config.whole.get(_BIAS, True) is not has_bias:
+            changes[_BIAS] = has_bias
     notes = []
     if not architecture:
         text = "config.json names no architecture, so the result does not say that it has a value head"
@@ -79,11 +82,28 @@ def value_head(gathers: Mapping[str, Gather], config: Config) -> Head:
     return Head(names=names, changes=changes, notes=tuple(notes))
 
 
-def output_head(output_there: bool, config: Config, family: Family, tied: bool | None) -> Head:
+def without_class(changes: Mapping[str, Any], kept: str) -> tuple[dict[str, Any], Note]:
+    """The changes without the class that they name for a value head, which transformers does not have.
+
+    `kept` is the class that it names already: it stays, so that a loader takes all but the head.
+    """
+    (named,) = changes["architectures"]
+    text = (
+        f"transformers has no class {named}, so that nothing of it loads the value head: config.json keeps"
+        f" {kept}, whose loader leaves score.weight and makes an output layer at random"
+    )
+    left = {key: value for key, value in changes.items() if key not in {"architectures", _BIAS}}
+    return left, Note("warning", text, OUTPUT)
+
+
+def output_head(
+    output_there: bool, config: Config, family: Family, tied: bool | None, *, copied: bool = False
+) -> Head:
     """A vocabulary's output layer: written, or left out because it is tied to the embedding.
 
     `tied=True` decides it. Otherwise config.json, the trainer's arguments and what is in the files have
-    to agree; `InconsistentCheckpoint`, with the three, if they do not.
+    to agree; `InconsistentCheckpoint`, with the three, if they do not. `copied` says that the files have one
+    which was taken for a copy of the embedding, as the arguments say.
     """
     by_config, stated = _tied_by_config(config, family)
     untied = config.megatron.get("untie_embeddings_and_output_weights")
@@ -93,7 +113,8 @@ def output_head(output_there: bool, config: Config, family: Family, tied: bool |
         raise InconsistentCheckpoint(
             f"{OUTPUT}: {FLAG} is {str(by_config).lower()}{'' if stated else ' by default'} in config.json,"
             f" untie_embeddings_and_output_weights is {'not recorded' if by_trainer is None else untied},"
-            f" and the checkpoint has {'an' if output_there else 'no'} output layer",
+            f" and the checkpoint has {'an' if output_there else 'no'} output layer"
+            + (", but the copy of the embedding that the arguments make of it" if copied else ""),
             f"mend {FLAG} in config.json, or give --tie-word-embedding, which writes no output layer and"
             f" sets {FLAG} to true",
         )

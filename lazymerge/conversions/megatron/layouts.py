@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from lazymerge.arrays import cat, stack
 from lazymerge.conversions.megatron.family import Config, Misfit, moves, positive
+from lazymerge.errors import InconsistentCheckpoint
 
 if TYPE_CHECKING:
     import torch
@@ -230,17 +231,25 @@ def uncentred_norm(config: Config, weight: torch.Tensor) -> torch.Tensor:
     return weight if _centred(config) is False else weight + 1
 
 
+_CENTRED_FIELD = "layernorm_zero_centered_gamma"
 NORMS = (norm, centred_norm, uncentred_norm)
 """The layouts that may compute something; all others move elements."""
 
 
 def _centred(config: Config) -> bool | None:
-    """Whether Megatron stored norms as w - 1; None where its settings do not say."""
-    for setting in ("apply_layernorm_1p", "layernorm_zero_centered_gamma"):
-        value = config.megatron.get(setting)
-        if isinstance(value, bool):
-            return value
-    return None
+    """Whether Megatron stored norms as w - 1; None where its settings do not say.
+
+    Megatron-LM hands its argument on to the field of the class, so that the argument goes before a field
+    that is off. A field that is on was set by somebody else.
+    """
+    argument, field = (config.megatron.get(name) for name in ("apply_layernorm_1p", _CENTRED_FIELD))
+    if argument is False and field is True:
+        raise InconsistentCheckpoint(
+            f"the trainer's arguments contradict each other: apply_layernorm_1p is False, {_CENTRED_FIELD} is"
+            " True, so that norms may be stored as they are or less 1",
+            "give a table of your own by --family FILE.py, whose layouts of norms do not ask",
+        )
+    return next((value for value in (argument, field) if isinstance(value, bool)), None)
 
 
 # ---- multi-token prediction --------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def _from_file(path: Path) -> list[tuple[str, str]]:
     try:
         if path.stat().st_size > _LARGEST:
             raise PlanError(f"{path}: larger than {_LARGEST} bytes", f"give {_OPTION} a file of names")
-        text = path.read_bytes().decode()
+        text = path.read_bytes().decode("utf-8-sig")  # some editors put a mark in front
     except OSError as error:
         raise PlanError(f"{path}: {error.strerror}", "check the path and its permissions") from None
     except UnicodeDecodeError:

@@ -106,6 +106,8 @@ def _compiled(index: int, rule: Rule) -> CompiledRule:
     strange = [name for name in (*megatron, *hf) if set("{}") & set(_PLACEHOLDER.sub("", name))]
     if strange:
         raise ValueError(f"{strange[0]}: a placeholder is one letter in braces, or {{p}}")
+    if not hf and not rule.dropped:
+        raise ValueError(f"the rule of {megatron} has no name for the result, and no reason in `dropped`")
     ours = _placeholders(megatron)
     theirs = ["K" if name == "M" else name for name in _placeholders(hf)]
     kept = tuple(name for name in ours if name in theirs or rule.dropped)

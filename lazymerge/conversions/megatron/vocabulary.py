@@ -10,10 +10,12 @@ from __future__ import annotations
 from lazymerge.checkpoint import Note
 from lazymerge.conversions.megatron.family import Config
 from lazymerge.errors import InconsistentCheckpoint
+from lazymerge.fill import equal
 from lazymerge.gather import Gather
 
 _DIVISIBLE_BY = 128
 _MOST_TENSOR_PARALLEL = 64
+_MOST_READ = 64 << 20  # bytes; padding of usual models has 2 million
 
 
 def cut_vocabulary(name: str, tensor: Gather, config: Config, *, force: bool = False) -> Gather:
@@ -40,16 +42,32 @@ def cut_vocabulary(name: str, tensor: Gather, config: Config, *, force: bool = F
     )
 
 
-def cut_note(name: str, rows: int, config: Config) -> Note:
-    """What a merge says of the rows that were cut: a warning where only config.json says they are padding."""
+def cut_note(name: str, whole: Gather, config: Config) -> Note:
+    """What a merge says of the rows that were cut: a warning where only config.json says they are padding.
+
+    There it reads them, if they are few bytes, to say whether they look like padding.
+    """
     wanted = config.count("vocab_size")
-    ranks = _setting(config, "tensor_model_parallel_size")
-    divisor = _setting(config, "make_vocab_size_divisible_by")
-    known = ranks is not None and divisor is not None and rows - wanted < divisor * ranks
+    rows = whole.shape[0]
     text = (
         f"{name}: {rows - wanted} of {rows} rows are cut as padding; config.json has a vocabulary of {wanted}"
     )
-    return Note("info" if known else "warning", text, name)
+    trained = _setting(config, "vocab_size")
+    if trained is not None and trained + 1 >= wanted:  # Megatron-LM's is the tokenizer's, often one less
+        return Note("info", text, name)
+    said = f"says {trained}" if trained is not None else "is not recorded"
+    text += f", which nothing else confirms: vocab_size of the trainer's arguments {said}"
+    if _differ(whole.narrow(0, wanted, rows - wanted)):
+        text += "; the rows that are cut differ, as trained ones do"
+    return Note("warning", text, name)
+
+
+def _differ(rows: Gather) -> bool:
+    """Whether the rows are known to differ: padding begins as one row, or as zeros, and stays alike."""
+    count = rows.shape[0]
+    if rows.nbytes > _MOST_READ:
+        return False
+    return not equal(rows.narrow(0, 0, count - 1), rows.narrow(0, 1, count - 1))
 
 
 def _is_padding(rows: int, wanted: int, config: Config) -> bool:

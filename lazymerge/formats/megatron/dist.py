@@ -5,10 +5,9 @@
     torch_dcp      .metadata, *.distcp                    FSDP2: names of modules, one a layer
     fsdp_dtensor   .metadata, *.distcp                    Megatron-FSDP: the same, gate and up apart
 
-Tensor, pipeline and expert parallelism leave no trace in them but in how tensors are cut. The trainer's
-arguments are in common.pt; in an object of the checkpoint, ``common_state/shard_0_1`` (a list that holds
-what common.pt held; mcore 0.19 on) or ``args`` (torch_dcp); in run_config.yaml, where Megatron-Bridge
-wrote it; or nowhere (verl). The optimizer in the same folder is never read.
+Tensor, pipeline and expert parallelism leave no trace in them but in how tensors are cut. Where the
+trainer's arguments are, lazymerge.formats.megatron.arguments knows. The optimizer in the same folder is
+never read.
 """
 
 from __future__ import annotations
@@ -22,32 +21,25 @@ from typing import Any
 
 from lazymerge.checkpoint import Topology
 from lazymerge.errors import (
-    DamagedFile,
     IncompleteCheckpoint,
     InconsistentCheckpoint,
     UnsupportedCheckpoint,
 )
-from lazymerge.files.inert_pickle import Record
-from lazymerge.files.local import LocalFile
-from lazymerge.files.torch_file import read_torch_file
 from lazymerge.formats.dcp import DcpFolder, read_dcp
+from lazymerge.formats.megatron.arguments import read_arguments
 from lazymerge.formats.megatron.found import Found
+from lazymerge.formats.megatron.grid import size
 from lazymerge.formats.megatron.joining import without_interleave
 from lazymerge.formats.megatron.keys import HALVES, kind_left_out, parse
 from lazymerge.formats.megatron.names import is_adapter
-from lazymerge.formats.megatron.settings import is_gated, read_run_config, settings_of
+from lazymerge.formats.megatron.settings import is_gated
+from lazymerge.formats.megatron.told import check_told
 from lazymerge.formats.zarr import ZarrFolder, holds_zarr, read_zarr
 from lazymerge.gather import Gather, cat
 
-COMMON = "common.pt"
-RUN_CONFIG = "run_config.yaml"
-_COMMON_OBJECT = "common_state/shard_0_1"
-_ARGS_OBJECT = "args"
-
 _GATED_HALF = re.compile(r"\.linear_fc1\.(?:weight|bias)_[wv]$")
-_EXPERT_FC1 = re.compile(r"\.local_experts\.\d+\.linear_fc1\.(?:weight|bias)$")
-_WEIGHT = re.compile(r"\.(weight|bias)(_[wv])?$")
-_RANK = re.compile(r"__(\d{1,7})_\d+\.distcp")
+_EXPERT_FC1 = re.compile(r"\.local_experts\.[0-9]+\.linear_fc1\.(?:weight|bias)$")
+_RANK = re.compile(r"__([0-9]{1,7})_[0-9]+\.distcp")
 _MESH = (
     ("tp", "tensor_model_parallel_size"),
     ("cp", "context_parallel_size"),
@@ -64,7 +56,7 @@ def read_dist(folder: Path) -> Found:
     store = read_zarr(folder, _is_weight) if holds_zarr(folder) else read_dcp(folder, _is_weight)
     _refuse_without_model(folder, store)
     found = Found(left_out=_left_out((*store.others, *store.objects)))
-    found.settings = _settings(folder, store, found)
+    found.settings = read_arguments(folder, store, found)
     found.topology = _topology(store, found.settings)
     origins: dict[str, str] = {}
     for key in store.tensors:
@@ -79,6 +71,7 @@ def read_dist(folder: Path) -> Found:
             origins[name] = key
             found.gathers[name] = gather
     found.gathers = _deinterleaved(_joined(found.gathers), found.settings)
+    check_told(folder, found.gathers, found.settings)
     found.files += store.files
     return found
 
@@ -97,9 +90,10 @@ def _refuse_without_model(folder: Path, store: DcpFolder | ZarrFolder) -> None:
         )
     if store.tensors:
         return
-    kinds = sorted({kind_left_out(name) or name for name in (*store.others, *store.objects)})
+    kinds = ", ".join(sorted({_kind(name) or name for name in (*store.others, *store.objects)})[:8])
     raise UnsupportedCheckpoint(
-        f"{folder}: holds no model, only {', '.join(kinds[:8]) or 'nothing'}", _where_the_model_is(folder)
+        f"{folder}: holds no model, {f'only {kinds}' if kinds else 'nor anything else'}",
+        _where_the_model_is(folder),
     )
 
 
@@ -118,56 +112,27 @@ def _where_the_model_is(folder: Path) -> str:
 def _left_out(names: Iterable[str]) -> dict[str, str]:
     """What is no weight, by kind: thousands of names are a few entries.
 
-    Raises `IncompleteCheckpoint` for what has a weight's name and none of its data.
+    Raises `IncompleteCheckpoint` for what may be a weight and has none of its data.
     """
-    names = list(names)
-    lost = next((name for name in names if kind_left_out(name) is None and _WEIGHT.search(name)), None)
+    kinds = {name: _kind(name) for name in names}
+    lost = next((name for name, kind in kinds.items() if kind is None), None)
     if lost is not None:
         raise IncompleteCheckpoint(
-            f"{lost}: is no tensor in this checkpoint (an object, or a folder without its .zarray)",
-            "copy the checkpoint again; a weight that is left out would not be missed later",
+            f"{lost}: is no tensor in this checkpoint (an object, or a folder without its .zarray), and it is"
+            " not known to be anything but a weight",
+            "copy the checkpoint again, or take the folder away if it is none of it",
         )
-    kinds = Counter(
-        kind_left_out(name) or re.sub(r"\d+", "N", name.partition("/")[0])[:200] for name in names
-    )
     return {
         kind: f"no weight of the model ({count} {'entry' if count == 1 else 'entries'})"
-        for kind, count in kinds.items()
+        for kind, count in Counter(kinds.values()).items()
+        if kind is not None
     }
 
 
-# ------------------------------------------------------------------------- the trainer's arguments
-
-
-def _settings(folder: Path, store: DcpFolder | ZarrFolder, found: Found) -> dict[str, Any]:
-    """The trainer's arguments, from where they were recorded first; {} if nowhere.
-
-    Adds the files that it opens, and the iteration that is recorded beside the arguments, to `found`.
-    """
-    if (folder / COMMON).is_file():
-        found.files.append(LocalFile(folder / COMMON))
-        args = _args_in(found.files[-1].name, read_torch_file(found.files[-1]), found)
-        if args is not None:
-            return settings_of(args)
-    if isinstance(store, DcpFolder):
-        if _COMMON_OBJECT in store.objects:
-            value = store.load_object(_COMMON_OBJECT)
-            where = f"{_COMMON_OBJECT} in {folder}"
-            args = _args_in(where, value[0] if isinstance(value, list) and value else value, found)
-            if args is not None:
-                return settings_of(args)
-        if _ARGS_OBJECT in store.objects:
-            return settings_of(store.load_object(_ARGS_OBJECT))
-    return read_run_config(folder / RUN_CONFIG) if (folder / RUN_CONFIG).is_file() else {}
-
-
-def _args_in(where: str, common: object, found: Found) -> object:
-    """The arguments in the dict of what all ranks have in common; None if it has none."""
-    if not isinstance(common, dict):
-        raise DamagedFile(f"{where}: no dict of what all ranks have in common", "copy the checkpoint again")
-    found.iteration = common.get("iteration")
-    args = common.get("args")
-    return args if isinstance(args, Record | dict) else None
+def _kind(name: str) -> str | None:
+    """What is left out under a name: what has no dot in it is no parameter of a module."""
+    stem = name.partition("/")[0]
+    return kind_left_out(name) or (None if "." in stem else stem[:200])
 
 
 def _topology(store: DcpFolder | ZarrFolder, settings: dict[str, Any]) -> Topology:
@@ -223,16 +188,11 @@ def _deinterleaved(gathers: dict[str, Gather], settings: dict[str, Any]) -> dict
             "moe_shared_expert_glu_interleave_size is set: how shared experts are laid out is not known",
             "export the checkpoint with the Megatron-Bridge that it was trained with",
         )
-    block = settings.get("moe_mlp_glu_interleave_size")
-    if not block:
+    block = size(settings, "moe_mlp_glu_interleave_size", None)
+    if block is None:
         return gathers
-    ranks = settings.get("expert_tensor_parallel_size") or settings.get("tensor_model_parallel_size") or 1
-    if type(block) is not int or type(ranks) is not int or block < 1 or ranks < 1:
-        raise UnsupportedCheckpoint(
-            f"moe_mlp_glu_interleave_size is {block!r:.40} and the tensor parallel size {ranks!r:.40},"
-            " expected numbers",
-            "export the checkpoint with the Megatron-Bridge that it was trained with",
-        )
+    tensor_ranks = size(settings, "tensor_model_parallel_size", 1)
+    ranks = size(settings, "expert_tensor_parallel_size", tensor_ranks) or 1
     return {
         name: without_interleave(name, gather, block, ranks) if _EXPERT_FC1.search(name) else gather
         for name, gather in gathers.items()

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from lazymerge.checkpoint import Note
 from lazymerge.errors import InconsistentCheckpoint
@@ -37,6 +38,22 @@ _OF_THE_RUN = {
 }
 """Arguments that are the model's or the run's own, and so the same on all of its ranks."""
 
+_OF_THE_LAYOUT = {
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size", "num_layers", "num_experts", "swiglu"),
+    *("quick_geglu", "gated_linear_unit", "untie_embeddings_and_output_weights", "padded_vocab_size"),
+    *("num_attention_heads", "num_query_groups", "group_query_attention", "kv_channels", "moe_extended_tp"),
+    *("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size", "apply_layernorm_1p"),
+    *("use_grouped_gemm_for_shared_expert", "layernorm_zero_centered_gamma", "rotary_interleaved"),
+    *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_pos_emb_head_dim"),
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    *("experimental_attention_variant", "use_legacy_models"),
+}
+"""Arguments that say how elements lie in the tensors: no rank lacks one that another has.
+
+They are read from one file, so that one which was written without them would mix up all of them.
+"""
+
 _OTHER_ENCODER = ("encoder_tensor_model_parallel_size", "encoder_pipeline_model_parallel_size")
 _EMBEDDING = "embedding.word_embeddings."
 _NORM = "decoder.final_layernorm."
@@ -54,19 +71,27 @@ def check_alike(first: RankFile, file: RankFile) -> Note | None:
             f"{file.file.path}: of iteration {file.iteration}, and {first.file.path} of {first.iteration}",
             "the files belong to different saves; collect those of one",
         )
+    if file is first:
+        return None
+    common = first.settings.keys() & file.settings.keys() - _OF_A_RANK
     differing = [
         name
-        for name in first.settings.keys() & file.settings.keys() - _OF_A_RANK
-        if repr(first.settings[name]) != repr(file.settings[name])  # NaN equals nothing
+        for name in common | _OF_THE_LAYOUT
+        if repr(first.settings.get(name)) != repr(file.settings.get(name))  # NaN equals nothing
     ]
     if not differing:
         return None
-    name = min(differing, key=lambda name: (name not in _OF_THE_RUN, name))
-    one, other = (str(each.settings[name])[:100] for each in (first, file))
+    strict = _OF_THE_RUN | _OF_THE_LAYOUT
+    name = min(differing, key=lambda name: (name not in strict, name))
+    one, other = (_said(each.settings, name) for each in (first, file))
     text = f"{file.file.path}: args say {name} = {other}, and {one} in {first.file.path}"
-    if name in _OF_THE_RUN:
+    if name in strict:
         raise InconsistentCheckpoint(text, "the files belong to different runs; collect those of one")
     return Note("warning", f"{text}; see whether the files are of one run")
+
+
+def _said(settings: Mapping[str, Any], name: str) -> str:
+    return str(settings[name])[:100] if name in settings else "nothing"
 
 
 def check_ranks(files: Mapping[Place, RankFile], sizes: Sizes) -> bool:

@@ -32,8 +32,8 @@ from lazymerge.gather import Gather, cat, of_region
 MAX_EXPERTS = 1 << 16  # of a layer; a hostile file can say any number
 _DAMAGED = "the files do not belong together, or the arguments in them were changed"
 
-_SEQUENTIAL = re.compile(r"(.*\.experts)\.local_experts\.(\d{1,6})\.(linear_fc[12])\.(weight|bias)")
-_GROUPED = re.compile(r"(.*\.experts)\.(linear_fc[12])\.(weight|bias)(\d{1,6})?")
+_SEQUENTIAL = re.compile(r"(.*\.experts)\.local_experts\.(0|[1-9][0-9]{0,5})\.(linear_fc[12])\.(weight|bias)")
+_GROUPED = re.compile(r"(.*\.experts)\.(linear_fc[12])\.(weight|bias)(0|[1-9][0-9]{0,5})?")
 _OLD_GROUPED = re.compile(r"(.*\.experts)\.weight([12])")
 
 
@@ -152,8 +152,14 @@ class Experts:
     def _stacked(self, name: str, kind: Kind, whole: Gather) -> Gather:
         """GroupedMLP's matrix as experts x out x in."""
         experts = expert_count(self._settings)
-        count = (experts or 0) // self._sizes.ep
+        count = (experts or 0) // self._sizes.ep  # of a rank
         split = 1 if kind.linear == "linear_fc1" else 0
+        if experts is None:
+            raise UnsupportedCheckpoint(
+                f"{name}: of shape {whole.shape}, all experts of a rank in one, and how many is not recorded"
+                " (num_experts)",
+                "save the checkpoint with its `args`, or in the torch_dist format",
+            )
         if not count or len(whole.shape) != 2 or whole.shape[split] % count:
             raise InconsistentCheckpoint(
                 f"{name}: of shape {whole.shape}, which is not that of {experts} experts (num_experts) over"

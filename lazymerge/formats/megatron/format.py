@@ -3,8 +3,8 @@
     torch_dist, zarr, torch_dcp, fsdp_dtensor    lazymerge.formats.megatron.dist
     mp_rank_XX[_YYY[_ZZZ]]/model_optim_rng.pt    lazymerge.formats.megatron.ranks
 
-A DCP folder with a metadata.json is Megatron's. One without may be anyone's: it is taken for Megatron's
-if its ``.metadata`` mentions modules that only Megatron's models have.
+A folder of DCP or zarr with a metadata.json is Megatron's. One without may be anyone's: it is taken for
+Megatron's if it mentions modules that only Megatron's models have.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from lazymerge.checkpoint import Checkpoint, Note
 from lazymerge.errors import AmbiguousCheckpoint, IncompleteCheckpoint, NotACheckpoint
 from lazymerge.files.local import LocalFile
 from lazymerge.formats.dcp import METADATA, holds_dcp
-from lazymerge.formats.megatron.dist import COMMON, RUN_CONFIG, read_dist
+from lazymerge.formats.megatron.arguments import BACKEND, COMMON, RUN_CONFIG
+from lazymerge.formats.megatron.dist import read_dist
 from lazymerge.formats.megatron.found import Found
 from lazymerge.formats.megatron.grid import FILE, rank_folder_of
 from lazymerge.formats.megatron.ranks import holds_ranks, read_ranks
 from lazymerge.formats.registry import OpenOptions, sidecar_folders
 from lazymerge.formats.zarr import holds_zarr
 
-BACKEND = "metadata.json"
 _PARTS = (METADATA, BACKEND, COMMON, RUN_CONFIG)
-_STEP = re.compile(r"iter_(\d{1,18})")
+_STEP = re.compile(r"iter_([0-9]{1,18})")
 _WHOLE_NUMBERS = ("int", "uint", "bool")
 _LEAF = "dist_ckpt"
 _SEARCHED = 16 << 20  # bytes of .metadata; names come first in it
@@ -55,6 +55,8 @@ class MegatronFormat:
             return True
         if (path / BACKEND).is_file():
             return holds_dcp(path) or holds_zarr(path)
+        if holds_zarr(path):
+            return any(entry.name.encode(errors="replace").startswith(_MARKS) for entry in path.iterdir())
         return holds_dcp(path) and _mentions_megatron(path / METADATA)
 
     def open(self, paths: Sequence[Path], options: OpenOptions) -> Checkpoint:

@@ -29,7 +29,7 @@ from lazymerge.errors import (
 from lazymerge.files.local import refuse_no_file
 
 FILE = "model_optim_rng.pt"
-_FOLDER = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")
+_FOLDER = re.compile(r"mp_rank_([0-9]{2,6})(?:_([0-9]{3,6}))?(?:_([0-9]{3,6}))?")
 
 
 Numbers = tuple[int, ...]

@@ -29,7 +29,7 @@ _ROWS = re.compile(
 )
 _COLUMNS = re.compile(r"\.(linear_proj|linear_fc2|out_proj)\.weight$")
 _SAME = re.compile(
-    r"(^|\.)\w*norm\d?\.(weight|bias)$|\.layer_norm_(weight|bias)$"
+    r"(^|\.)\w*norm[0-9]?\.(weight|bias)$|\.layer_norm_(weight|bias)$"
     r"|\.(linear_proj|linear_fc2|out_proj)\.bias$"
     r"|\.router\.(weight|bias|expert_bias)$|\.shared_experts\.gate_weight$"
     r"|^embedding\.(position|tokentype)_embeddings\.weight$"

@@ -23,13 +23,14 @@ from lazymerge.formats.stacks import Index
 HALVES = ("_w", "_v")
 """What the names of gate and up end in where a gated linear_fc1 is stored in two."""
 
-_LAYERS = re.compile(r"(?<![^.])layers\.(?P<number>\d+\.)?")
-_EXPERTS = re.compile(r"(?<=\.experts\.)experts\.(?P<number>\d+\.)?")
-_GROUPED = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)(\d+)(_[wv])?")
+_LAYERS = re.compile(r"(?<![^.])layers\.(?P<number>[0-9]+\.)?")
+_EXPERTS = re.compile(r"(?<=\.experts\.)experts\.(?P<number>[0-9]+\.)?")
+_GROUPED = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)([0-9]+)(_[wv])?")
 
 _NO_WEIGHTS = re.compile(
-    r"(optimizer|chained_\d+|opt_param_scheduler|lr_scheduler|rng_state|rerun_state_machine_state"
-    r"|common_state)(?=[./]|$)"
+    r"(optimizer|chained_[0-9]+|opt_param_scheduler|lr_scheduler|rng_state|rerun_state_machine_state"
+    r"|rerun_state_machine|common_state|args|iteration|checkpoint_version|content_metadata"
+    r"|num_floating_point_operations_so_far)(?=[./]|$)"
 )
 _EXTRA_STATE = re.compile(r"\._extra_state(?=[./]|$)")
 

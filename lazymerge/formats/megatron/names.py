@@ -26,9 +26,9 @@ _LEGACY = tuple(
     for pattern, new in (
         (r"^(?:encoder|transformer)\.final_(?:layer)?norm\.", "decoder.final_layernorm."),
         (r"^(?:encoder|transformer)\.layers\.", "decoder.layers."),
-        (r"(\.layers\.\d+)\.input_norm\.", r"\1.input_layernorm."),
-        (r"(\.layers\.\d+)\.post_attention_(?:layer)?norm\.", r"\1.pre_mlp_layernorm."),
-        (r"(\.layers\.\d+)\.attention\.", r"\1.self_attention."),
+        (r"(\.layers\.[0-9]+)\.input_norm\.", r"\1.input_layernorm."),
+        (r"(\.layers\.[0-9]+)\.post_attention_(?:layer)?norm\.", r"\1.pre_mlp_layernorm."),
+        (r"(\.layers\.[0-9]+)\.attention\.", r"\1.self_attention."),
         (r"\.self_attention\.query_key_value\.", ".self_attention.linear_qkv."),
         (r"\.self_attention\.dense\.", ".self_attention.linear_proj."),
         (r"\.mlp\.local_experts\.", ".mlp.experts.local_experts."),
@@ -59,11 +59,17 @@ def is_adapter(name: str) -> bool:
     return _ADAPTER.search(name) is not None
 
 
-_NUMBERED = re.compile(r"(decoder|mtp)\.layers\.(\d{1,6})\.")
+STACKS = ("decoder.layers.", "mtp.layers.")
+"""What the names of tensors in a layer begin with."""
+
+_NUMBERED = re.compile(r"(decoder|mtp)\.layers\.(0|[1-9][0-9]{0,5})\.")
 
 
 def layer_of(name: str) -> tuple[str, int] | None:
-    """The stack of layers that a tensor is in and its layer's number there; None if it is in none."""
+    """The stack of layers that a tensor is in and its layer's number there; None if it is in none.
+
+    A number has one spelling, so that no two names are one tensor's.
+    """
     match = _NUMBERED.match(name)
     return (match[1], int(match[2])) if match else None
 

@@ -11,6 +11,7 @@ Models from before mcore are nested dicts under ``model["language_model"]``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,12 +21,13 @@ from lazymerge.files.inert_pickle import Record
 from lazymerge.files.local import LocalFile
 from lazymerge.files.torch_file import StoredTensor, read_torch_file
 from lazymerge.formats.megatron.names import chunk_name, is_adapter
-from lazymerge.formats.megatron.settings import settings_of
+from lazymerge.formats.megatron.settings import plain_number, settings_of
 
 Chunk = dict[str, StoredTensor]
 """The tensors of one pipeline chunk of a rank, by mcore's names with local numbers."""
 
 _MAX_NAME = 500  # characters
+_VIRTUAL = re.compile(r"model(0|[1-9][0-9]{0,5})")
 _FACTS = ("args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far")
 
 
@@ -35,7 +37,7 @@ class RankFile:
 
     file: LocalFile
     settings: dict[str, Any]
-    iteration: object
+    iteration: int | None
     chunks: list[Chunk]
     left_out: dict[str, str]
 
@@ -52,20 +54,26 @@ def read_rank_file(file: LocalFile) -> RankFile:
             f"{file.path}: holds {_kind(state)}, expected the dict that Megatron saves", "check what wrote it"
         )
     keys = _chunk_keys(file, state)
-    left_out = {str(key)[:200]: "beside the model" for key in state if key not in keys and key not in _FACTS}
+    left_out = {_shown(key)[:200]: "beside the model" for key in state if key not in (*keys, *_FACTS)}
     chunks = [_chunk(file, state, key, left_out) for key in keys]
-    return RankFile(file, settings_of(state.get("args")), _plain(state.get("iteration")), chunks, left_out)
+    return RankFile(
+        file, settings_of(state.get("args")), plain_number(state.get("iteration")), chunks, left_out
+    )
 
 
 def _chunk_keys(file: LocalFile, state: dict[Any, Any]) -> list[str]:
-    numbers = sorted(
-        int(key[5:])
-        for key, value in state.items()
-        if isinstance(key, str)
-        and key.startswith("model")
-        and key[5:].isdecimal()
-        and isinstance(value, dict)
-    )
+    numbers = []
+    for key, value in state.items():
+        if not isinstance(value, dict) or not isinstance(key, str) or not re.fullmatch(r"model\d+", key):
+            continue
+        match = _VIRTUAL.fullmatch(key)
+        if match is None:
+            raise UnsupportedCheckpoint(
+                f"{file.path}: holds {key[:40]!r}, expected model0, model1 and on for virtual stages",
+                "the file was changed after it was saved; copy it again",
+            )
+        numbers.append(int(match[1]))
+    numbers.sort()
     if isinstance(state.get("model"), dict):
         if numbers:
             raise AmbiguousCheckpoint(
@@ -75,7 +83,7 @@ def _chunk_keys(file: LocalFile, state: dict[Any, Any]) -> list[str]:
         return ["model"]
     if not numbers:
         raise UnsupportedCheckpoint(
-            f"{file.path}: holds no model (found {', '.join(str(key)[:40] for key in list(state)[:8])})",
+            f"{file.path}: holds no model (found {', '.join(_shown(key)[:40] for key in list(state)[:8])})",
             "give the folder of a save with weights",
         )
     if numbers != list(range(len(numbers))):
@@ -128,9 +136,9 @@ def _flat(
         )
     seen.add(id(value))
     for key, item in value.items():
-        if not isinstance(key, str) or len(prefix) + len(key) > _MAX_NAME:
+        if not isinstance(key, str) or len(prefix) + len(key) > _MAX_NAME or not key.isprintable():
             raise UnsupportedCheckpoint(
-                f"{file.path}: {str(key)[:50]!r} under {prefix[:50]!r} is no name of a tensor",
+                f"{file.path}: {_shown(key)[:50]!r} under {prefix[:50]!r} is no name of a tensor",
                 "save the model's own state dict",
             )
         if isinstance(item, dict) and key != "_extra_state":
@@ -143,14 +151,17 @@ def _refuse_old_order(file: LocalFile, version: object) -> None:
     if isinstance(version, int | float) and version >= 2:
         return
     raise UnsupportedCheckpoint(
-        f"{file.path}: checkpoint_version {str(version)[:20]}, whose query_key_value has its rows in another"
-        " order than from 2.0 on",
+        f"{file.path}: checkpoint_version {_shown(version)[:20]}, whose query_key_value has its rows in"
+        " another order than from 2.0 on",
         "load it into a Megatron-LM that still can (core 0.16 or earlier) and save it again",
     )
 
 
-def _plain(value: object) -> object:
-    return value if isinstance(value, int | str | None) else None
+def _shown(value: object) -> str:
+    """What to call a key or a number in a message; a type where it may be anything."""
+    if isinstance(value, str | float) or plain_number(value) is not None:
+        return str(value)
+    return _kind(value)
 
 
 def _kind(value: object) -> str:

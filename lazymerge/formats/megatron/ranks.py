@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from lazymerge.boxes import Piece
 from lazymerge.checkpoint import Copy, Note, Topology
-from lazymerge.errors import IncompleteCheckpoint, InconsistentCheckpoint
+from lazymerge.errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint
 from lazymerge.files.local import Descriptors, LocalFile
 from lazymerge.files.torch_file import StoredTensor
 from lazymerge.formats.megatron.evidence import check_alike, check_distinct, check_order, check_ranks
@@ -36,8 +36,9 @@ from lazymerge.formats.megatron.grid import (
     size,
 )
 from lazymerge.formats.megatron.joining import Joiner, Unjoined
-from lazymerge.formats.megatron.names import HEAD_COPY, layer_of, with_layer
+from lazymerge.formats.megatron.names import HEAD_COPY, STACKS, layer_of, with_layer
 from lazymerge.formats.megatron.rank_file import RankFile, read_rank_file
+from lazymerge.formats.megatron.told import check_told
 from lazymerge.formats.stacks import Budget
 from lazymerge.gather import Gather, Shards, of_region
 
@@ -57,13 +58,14 @@ def read_ranks(folder: Path) -> Found:
     files = {numbers: read_rank_file(LocalFile(path / FILE, pool)) for numbers, path in folders.items()}
     first = next(iter(files.values()), None)
     settings = first.settings if first else {}
-    sizes, places = places_of(folder, files, settings)
     notes = [note for file in files.values() if (note := check_alike(first or file, file)) is not None]
+    sizes, places = places_of(folder, files, settings)
     check_complete(folder, places.values(), sizes)
     placed = {places[numbers]: file for numbers, file in files.items()}
     known = check_ranks(placed, sizes)
     model = _Model(settings, sizes, placed)
     model.read()
+    check_told(folder, model.gathers, settings)
     if not known:
         check_distinct(placed, model.sharded, model.with_experts)
     return Found(
@@ -115,13 +117,6 @@ class _Model:
         check_order(self._folder, [(_chunk(*at), self._names(*at)) for at in order])
         for pp, virtual in order:
             self._read_chunk(pp, virtual)
-        said, found = size(self._settings, "num_layers", None), self._layers["decoder"]
-        if said is not None and found != said:
-            kind = IncompleteCheckpoint if found < said else InconsistentCheckpoint
-            raise kind(
-                f"{self._folder}: {found} layers in all stages together, expected {said} (num_layers)",
-                "the files do not belong together, or a stage was saved without its layers",
-            )
 
     def copies(self) -> Iterator[Copy]:
         """The pairs of regions that should be equal."""
@@ -177,6 +172,11 @@ class _Model:
         renamed, here = {}, {stack: set[int]() for stack in self._layers}
         for name in names:
             layer = layer_of(name)
+            if layer is None and name.startswith(STACKS):
+                raise UnsupportedCheckpoint(
+                    f"{name}: in {where} of {self._folder}, and no layer has its number written so",
+                    "the file was changed after it was saved; copy the checkpoint again",
+                )
             renamed[name] = name
             if layer is not None:
                 stack, number = layer

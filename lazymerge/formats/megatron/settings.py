@@ -24,8 +24,11 @@ from lazymerge.files.inert_pickle import Global, Record
 from lazymerge.files.local import LocalFile
 
 MAX_RUN_CONFIG = 8 << 20  # bytes; usual ones have 20 thousand
-_MAX_VALUES = 100_000  # of all arguments together, what lists share counted each time; usual are 700
+_MAX_PLAIN = 1 << 20
+"""Values and characters in all arguments, what they share counted each time; usual are 20 thousand."""
+
 _MAX_DEPTH = 8
+_MAX_BITS = 64
 
 _NAMES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "num_moe_experts": ("num_experts", lambda value: value),
@@ -48,7 +51,8 @@ def settings_of(value: object) -> dict[str, Any]:
     """The arguments in an ``argparse.Namespace`` as it was recorded, or in a dict.
 
     Values are None, bool, int, float, str, lists, tuples and dicts of them; dtypes are their names and
-    enums their values. What is none of these is left out, and a `value` of another kind has none.
+    enums their values. What is none of these is left out, and a `value` of another kind has none; a number
+    that no trainer counts to is a text that says so, which is refused where a number is wanted.
     """
     if isinstance(value, Record):
         value = value.attrs()
@@ -107,23 +111,29 @@ def is_gated(settings: Mapping[str, Any]) -> bool | None:
     return False if any(value is False for value in said) else None
 
 
+def plain_number(value: object) -> int | None:
+    """A number of at most 64 bits; None for anything else. Python refuses to print the longest ones."""
+    return value if type(value) is int and value.bit_length() <= _MAX_BITS else None
+
+
 _OTHER = object()
 """What is no plain value."""
 
 
 class _Plain:
-    """Plain values of recorded ones, as many as an honest file has."""
+    """Plain values of recorded ones, as many and as long as an honest file has."""
 
     def __init__(self) -> None:
-        self._left = _MAX_VALUES
+        self._left = _MAX_PLAIN
 
     def of(self, value: object, depth: int = 0) -> object:
-        """The plain value, or `_OTHER`."""
-        self._left -= 1
-        if self._left < 0 or depth > _MAX_DEPTH:
-            return _OTHER
+        """The plain value, or `_OTHER`. An argument that is a number costs nothing, and so is never lost."""
+        if depth or isinstance(value, str):
+            self._left -= 1 + (len(value) if isinstance(value, str) else 0)
+            if self._left < 0 or depth > _MAX_DEPTH:
+                return _OTHER
         if value is None or isinstance(value, bool | int | float | str):
-            return value
+            return _scalar(value)
         if isinstance(value, DType):
             return value.name
         if isinstance(value, Record):
@@ -137,16 +147,24 @@ class _Plain:
 
     def _dict(self, value: dict[Any, Any], depth: int) -> dict[Any, Any]:
         items = {
-            key: self.of(item, depth + 1) for key, item in value.items() if isinstance(key, str | int | None)
+            _scalar(key): self.of(item, depth + 1)
+            for key, item in value.items()
+            if isinstance(key, str | int | None) and self.of(key, depth + 1) is not _OTHER
         }
         return {key: item for key, item in items.items() if item is not _OTHER}
+
+
+def _scalar(value: object) -> object:
+    if type(value) is int and plain_number(value) is None:
+        return f"a number of {value.bit_length()} bits"
+    return value
 
 
 def _enum_value(record: Record) -> object:
     """The value that an enum's member is called with."""
     plain = isinstance(record.cls, Global) and record.state is None and not record.items and not record.kwargs
     if plain and len(record.args) == 1 and isinstance(record.args[0], int | str):
-        return record.args[0]
+        return _scalar(record.args[0])
     return _OTHER
 
 
@@ -156,7 +174,7 @@ def _target(value: dict[Any, Any]) -> object:
     if isinstance(target, str) and target.removeprefix("torch.") in DTYPES and value.get("_call_") is False:
         return target.removeprefix("torch.")
     if "_name_" in value and isinstance(args, list) and len(args) == 1 and isinstance(args[0], int | str):
-        return args[0]
+        return _scalar(args[0])
     return _OTHER
 
 
