@@ -268,9 +268,13 @@ class _Sums:
             window = Box((begin, 0), (end - begin, term.left.shape[1]))
             left = _read(term.left, window, source.wide)
             right = None
+            scale = term.scale
             if term.right is not None:
                 right = _read(term.right, Box.whole(term.right.shape), source.wide)
-            self._pairs.append((left, right, term.scale))
+                if abs(math.frexp(scale)[0]) == 0.5:  # a power of two, which changes no digit wherever it is
+                    left *= scale
+                    scale = 1.0
+            self._pairs.append((left, right, scale))
 
     def rows(self, at: int, count: int) -> Floats:
         """The sums of at most a grain of rows from `at` on, valid until the next call."""
@@ -282,7 +286,8 @@ class _Sums:
                 product[...] = part
             else:
                 _multiply(part, right, product)
-            product *= scale
+            if scale != 1:
+                product *= scale
             block += product
         return block
 
