@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from lazymerge import api
 from lazymerge.checkpoint import Checkpoint
 from lazymerge.compare import compare
 from lazymerge.comparison import CompareOptions, Comparison
+from lazymerge.conversions.adapters.trained import BASE, LoraOptions
 from lazymerge.conversions.hub import HubOptions
 from lazymerge.errors import PlanError, SourceError
 from lazymerge.files.size import parse_size
@@ -34,7 +36,8 @@ class VerifyReport:
     """What verifying has found; parts that were not asked for are None.
 
     `structure` is what is wrong with the files of a folder that was verified alone. `seconds` is a time,
-    `peak` the most resident memory of the process in bytes.
+    `peak` the most resident memory of the process in bytes. `left_out` is what of the sources was not
+    compared -> why.
     """
 
     one: str
@@ -43,6 +46,7 @@ class VerifyReport:
     manifest: ManifestReport | None
     comparison: Comparison | None
     forward: ForwardReport | None
+    left_out: Mapping[str, str]
     seconds: float
     peak: int
 
@@ -62,6 +66,7 @@ class VerifyReport:
             "manifest": None if self.manifest is None else self.manifest.to_json(),
             "comparison": None if self.comparison is None else self.comparison.to_json(),
             "forward": None if self.forward is None else self.forward.to_json(),
+            "left_out": dict(self.left_out),
             "seconds": self.seconds,
             "peak": self.peak,
         }
@@ -81,7 +86,11 @@ def verify(
     fsdp_version: int | None = None,
     world_size: int | None = None,
     hf_config: api.Pathlike | None = None,
+    backend: str | None = None,
     family: str | None = None,
+    param_mapping: str | Sequence[str] = (),
+    tie_word_embedding: bool = False,
+    is_value_model: bool = False,
     trust_remote_code: bool = False,
     max_ram: float | str | None = None,
     max_workers: int | None = None,
@@ -109,6 +118,7 @@ def verify(
     budget = None if max_ram is None else parse_size(max_ram)
     structure: tuple[Problem, ...] = ()
     manifest = comparison = logits = None
+    left_out: dict[str, str] = {}
     if against is None:
         if forward or exact or accept_rounding or atol is not None or rtol is not None:
             raise PlanError("nothing to compare with", "give the other checkpoint with --against")
@@ -123,14 +133,22 @@ def verify(
             "world_size": world_size,
             "hf_config": hf_config,
         }
-        sides = api.open(src, **settings), api.open(against, **settings)  # type: ignore[arg-type]
+        first = api.open(src, backend=backend, **settings)  # type: ignore[arg-type]
+        sides = first, api.open(against, **settings)  # type: ignore[arg-type]
         one, other = sides
         if _shapes(one) != _shapes(other):  # else both have one form, whichever it is
-            hub = Options(hub=HubOptions(family=family, check=False), trust_remote_code=trust_remote_code)
+            hub = HubOptions(
+                family,
+                (param_mapping,) if isinstance(param_mapping, str) else tuple(param_mapping),
+                tie_word_embedding,
+                is_value_model,
+                check=False,
+            )
             linked = Path(hf_config) if hf_config else None
             # what one of them lacks, such as config.json of bare rank files, the other may have
             both = [this.with_sidecars(*that.sidecars) for this, that in (sides, sides[::-1])]
-            one, other = (convert(side, hub, linked).checkpoint for side in both)
+            one, other = (_converted(side, hub, trust_remote_code, linked) for side in both)
+        left_out = {**one.left_out, **other.left_out}
         comparison = compare(one, other, options, max_ram=budget, workers=workers, on_bytes=_told(meter))
         for file in (*sides[0].files, *sides[1].files):
             file.check_unchanged()
@@ -143,9 +161,20 @@ def verify(
         manifest,
         comparison,
         logits,
+        left_out,
         time.monotonic() - started,
         meter.peak(),
     )
+
+
+def _converted(
+    checkpoint: Checkpoint, hub: HubOptions, trust_remote_code: bool, linked: Path | None
+) -> Checkpoint:
+    """The checkpoint under hub names; options that are Megatron's are for a side that is."""
+    if checkpoint.format != "megatron":
+        hub = HubOptions(check=False)
+    options = Options(hub=hub, trust_remote_code=trust_remote_code, lora=LoraOptions(BASE))
+    return convert(checkpoint, options, linked).checkpoint
 
 
 def _shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:

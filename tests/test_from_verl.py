@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
 
+import lazymerge
 from lazymerge import cli
 from tests.checks import assert_same_model, tied_away, tree
 from tests.makers.layout import Made
@@ -70,8 +72,6 @@ def test_flags_that_are_megatrons(checkpoint, tmp_path: Path, flags: list[str]):
 
 
 def test_megatron(tmp_path: Path):
-    from safetensors.torch import load_file
-
     sample = SAMPLES / "verl_te_qwen3moe_ep2_vpp"
     done = run(
         *("merge", "--backend", "megatron", "--local_dir", sample / "ckpt", "--target_dir", tmp_path / "out"),
@@ -103,6 +103,36 @@ def test_both_ways_at_once(args: list[str], words: str):
     done = run("merge", *args)
     assert done.exit_code == 2
     assert words in done.stderr
+
+
+def test_verls_test(checkpoint, tmp_path: Path):
+    made = checkpoint("fsdp2-qwen2")
+    lazymerge.merge(made.root, tmp_path / "model")
+    flags = ["test", "--backend", "fsdp", "--local_dir", made.leaf, "--test_hf_dir"]
+    done = run(*flags, tmp_path / "model")
+    assert (done.exit_code, "equal: " in done.stdout) == (0, True), done.output
+    path = tmp_path / "model/model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name][1, 2] += 1
+    save_file(tensors, path, {"format": "pt"})
+    done = run(*flags, tmp_path / "model")
+    assert done.exit_code == 3
+    assert name in done.stdout
+
+
+def test_verls_test_of_megatron():
+    sample = SAMPLES / "verl_te_qwen3moe_ep2_vpp"
+    flags = ["test", "--backend", "megatron", "--local_dir", sample / "ckpt", "--test_hf_dir", sample / "hf"]
+    done = run(*flags, "--hf_model_path", sample / "hf", "--use_cpu_initialization")
+    assert done.exit_code == 0, done.output
+    assert run(*flags, "--backend", "fsdp").exit_code == 2
+
+
+def test_verls_test_without_its_directory():
+    done = run("test", "--backend", "fsdp", "--test_hf_dir", "x")
+    assert done.exit_code == 2
+    assert "Missing argument 'A'" in done.stderr
 
 
 def test_under_torchrun_one_rank_merges(checkpoint, tmp_path: Path):

@@ -137,6 +137,19 @@ def test_increments_with_the_adapter_first(made: MadeLora, out: Path):
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
+def test_verifying_compares_the_base(made: MadeLora, tmp_path: Path, out: Path):
+    """Without an alpha too, which only the adapter's config needs; what is not compared is said."""
+    root = tmp_path / "run"
+    shutil.copytree(made.root, root)
+    for meta in root.rglob("lora_train_meta.json"):
+        meta.unlink()
+    lazymerge.merge(made.root, out)
+    report = lazymerge.verify(root, out)
+    assert report.same
+    assert len(report.left_out) == 12
+    assert report.comparison.tensors == len(made.base)
+
+
 @pytest.mark.parametrize("mode", ["extract", "only", "fold"])
 def test_alpha_is_not_guessed(made: MadeLora, tmp_path: Path, out: Path, mode: str):
     root = tmp_path / "run"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from lazymerge.cli import verl
 from lazymerge.cli.failures import failures_told
 from lazymerge.cli.options import FOLDER, examples, print_json, talk_options
 from lazymerge.display import duration, logged, printable, progress_shown
@@ -32,8 +33,15 @@ _SHOWN = 60
         "verify model/ --against other/ --forward --json | jq .forward.largest",
     )
 )
-@click.argument("src", metavar="A", type=FOLDER)
-@click.option("--against", metavar="B", type=FOLDER, help="What A should be equal to.")
+@click.argument("src", metavar="A", required=False, type=FOLDER)
+@click.option(
+    "--against",
+    "--test-hf-dir",
+    "against",
+    metavar="B",
+    type=FOLDER,
+    help="What A should be equal to. --test-hf-dir is verl's name of it.",
+)
 @click.option(
     "--atol",
     metavar="X",
@@ -81,6 +89,11 @@ _SHOWN = 60
 @click.option(
     "--family", metavar="NAME|FILE", help="Megatron: the table of names.  [default: by config.json]"
 )
+@click.option(
+    "--param-mapping", metavar="OLD:NEW|FILE", multiple=True, help="Megatron: as in merge. Repeatable."
+)
+@click.option("--tie-word-embedding", is_flag=True, help="Megatron: the output layer is the embedding.")
+@click.option("--is-value-model", is_flag=True, help="Megatron: the output layer is a value head.")
 @click.option("--trust-remote-code", is_flag=True, help="Run the model code that config.json names.")
 @click.option(
     "--max-ram",
@@ -94,9 +107,18 @@ _SHOWN = 60
     type=click.IntRange(min=1),
     help="Threads, 64 at most.  [default: 4, or the cores]",
 )
+@verl.source_options
 @talk_options
 def verify(
-    src: Path, against: Path | None, as_json: bool, quiet: bool, log_level: str | None, **options: Any
+    src: Path | None,
+    local_dir: Path | None,
+    hf_config: Path | None,
+    hf_model_path: Path | None,
+    against: Path | None,
+    as_json: bool,
+    quiet: bool,
+    log_level: str | None,
+    **options: Any,
 ) -> None:
     """Compare the checkpoint A with B, or check the files of a result A.
 
@@ -104,12 +126,18 @@ def verify(
     the files of A are checked against each other, and every byte of them against the manifest that a merge
     with --verify has left. The exit code is 0 if all is equal, and 3 if not.
     """
+    (one,) = verl.sources(() if src is None else (src,), local_dir) or (None,)
+    if one is None:
+        raise click.MissingParameter(param_type="argument", param_hint="'A'")
+    options["hf_config"] = verl.config_folder(hf_config, hf_model_path)
+    if verl.is_idle_rank():
+        return
     level = log_level or ("error" if quiet else "warning")
     with failures_told(as_json, level == "debug"), logged(level):
         from lazymerge.verification import verify as run
 
         with progress_shown(quiet) as on_progress:
-            report = run(src, against, on_progress=on_progress, **options)
+            report = run(one, against, on_progress=on_progress, **options)
         if as_json:
             print_json(report.to_json())
         elif not quiet:
@@ -132,6 +160,11 @@ def lines(report: VerifyReport) -> Iterator[str]:
         for side, missing in zip(("A", "B"), found.missing, strict=True):
             if missing:
                 yield f"  {side} lacks {len(missing)} weights, such as {printable(missing[0])}"
+    if report.left_out:
+        first, why = next(iter(report.left_out.items()))
+        count = len(report.left_out)
+        more = f", and {count - 1:,} more" if count > 1 else ""
+        yield f"note: not compared: {printable(first)} ({printable(why)}){more}"
     yield _answer(report)
 
 

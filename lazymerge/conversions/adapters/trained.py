@@ -20,13 +20,13 @@ from lazymerge.conversions.adapters.adapter import Adapter
 from lazymerge.conversions.adapters.trained_config import Found, make_config
 from lazymerge.conversions.adapters.trained_names import Names, Part, told_apart
 from lazymerge.conversions.adapters.trained_shapes import targets
-from lazymerge.conversions.adapters.trained_told import EXTRACT, FOLD, ONLY, LoraOptions, Told, told
+from lazymerge.conversions.adapters.trained_told import BASE, EXTRACT, FOLD, ONLY, LoraOptions, Told, told
 from lazymerge.conversions.tying import HEADS
 from lazymerge.errors import InconsistentCheckpoint, PlanError
 from lazymerge.fill import equal
 from lazymerge.gather import Gather
 
-__all__ = ["EXTRACT", "FOLD", "ONLY", "LoraOptions", "Split", "split"]
+__all__ = ["BASE", "EXTRACT", "FOLD", "ONLY", "LoraOptions", "Split", "split"]
 
 _EMBEDDINGS = ("embed_tokens", "lm_head")
 """Layers of which PEFT saves the base weight too, if they have LoRA: vocabularies are made longer."""
@@ -54,12 +54,15 @@ def split(
     for PEFT's other methods, and what the modules named above raise for tensors that do not fit together.
     """
     options = options or LoraOptions()
-    if options.mode not in {EXTRACT, ONLY, FOLD}:
+    if options.mode not in {EXTRACT, ONLY, FOLD, BASE}:
         raise PlanError(f"--lora {options.mode!r}", f"choose {EXTRACT}, {ONLY} or {FOLD}")
     names = told_apart(checkpoint.gathers)
     if names is None:
         _refuse_idle(options)
         return Split(checkpoint, ())
+    if options.mode == BASE:
+        of_adapters = {part.source: "of an adapter" for part in names.parts}
+        return Split(_base(checkpoint, names, BASE, (), of_adapters), ())
     if options.mode == FOLD and not names.base:
         raise PlanError(
             f"--lora {FOLD}: the checkpoint holds adapters alone, and no base model to fold them into",
@@ -86,7 +89,7 @@ def split(
 def _refuse_idle(options: LoraOptions) -> None:
     """Refuse options for LoRA where there is none."""
     given = {
-        f"--lora {options.mode}": options.mode != EXTRACT,
+        f"--lora {options.mode}": options.mode in {ONLY, FOLD},
         "--lora-alpha": options.alpha is not None,
         "--lora-config": options.config is not None,
     }

@@ -26,6 +26,8 @@ TASKS = ("SEQ_CLS", "SEQ_2_SEQ_LM", "CAUSAL_LM", "TOKEN_CLS", "QUESTION_ANS", "F
 """PEFT's task types; it refuses any other."""
 
 EXTRACT, ONLY, FOLD = "extract", "only", "fold"
+BASE = "base"
+"""Of a comparison: the base alone, for which alpha need not be known."""
 _LARGEST = 16 << 20
 """Bytes of a file of JSON."""
 
