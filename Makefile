@@ -3,7 +3,7 @@
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # pip does not like company in one environment
-.PHONY: help demo test test-slow test-all lint check bench docs format clean
+.PHONY: help demo test test-slow test-all fuzz lint check bench docs format clean
 
 # python3.11 is what constraints.txt was made for; any python3 that is newer may do.
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
@@ -30,6 +30,9 @@ test-slow: $(VENV)/.test ## the slow ones
 
 test-all: test test-slow ## all tests
 
+fuzz: $(VENV)/.fuzz ## the readers on changed files for ten minutes; what is found is kept in fuzz-findings
+	$(RUN) tests.fuzz $(ARGS)
+
 lint: $(VENV)/.dev ## format, lint, types, floors; changes nothing
 	$(RUN) ruff format --check .
 	$(RUN) ruff check .
@@ -50,7 +53,7 @@ docs: $(VENV)/.docs ## the documentation, in docs/_build/html; a warning is an e
 	@echo docs/_build/html/index.html
 
 clean: ## everything that make made
-	rm -rf $(VENV) docs/_build build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) fuzz-findings docs/_build build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	find lazymerge tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A virtual environment is made once, and installed into again when one of these two files changes.
@@ -60,6 +63,10 @@ $(VENV)/.base: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch==2.13.0
 	$(PIP) hatchling editables
+	@touch $@
+
+$(VENV)/.fuzz: $(VENV)/.test
+	$(RUN) pip install --disable-pip-version-check -qq atheris==3.0.0 || echo 'no atheris here: by chance, then'
 	@touch $@
 
 $(VENV)/.test $(VENV)/.dev $(VENV)/.docs: $(VENV)/.%: $(VENV)/.base

@@ -19,17 +19,17 @@ from lazymerge.checkpoint import Checkpoint, Note
 from lazymerge.conversions.adapters.trained import EXTRACT, LoraOptions
 from lazymerge.conversions.hub import HubOptions
 from lazymerge.conversions.naming import strip_wrappers
-from lazymerge.errors import InconsistentCheckpoint, PlanError, SourceError
+from lazymerge.errors import InconsistentCheckpoint, PlanError, SourceError, VerificationError
 from lazymerge.execute import write_file
 from lazymerge.files.size import parse_size
 from lazymerge.fill import equal
 from lazymerge.formats.registry import OpenOptions, open_checkpoint
-from lazymerge.gather import Gather, of_region
+from lazymerge.gather import of_region
 from lazymerge.hub.send import accessible, send
 from lazymerge.increments import grown, held, record_of
 from lazymerge.output import Destination, check_destination, claim, sources_of
 from lazymerge.plan import SAFETENSORS, Plan
-from lazymerge.prepare import CONVERT, MERGE, Options, Prepared, prepare
+from lazymerge.prepare import CONVERT, MERGE, Options, Prepared, prepare, refuse_adapter_in
 from lazymerge.report import MergeReport, Meter, OnProgress, make_report
 
 Pathlike = str | os.PathLike[str]
@@ -182,7 +182,8 @@ def merge(
     prepared = prepare(checkpoint, options, linked)
     identity = {"lazymerge": lazymerge.__version__, **options.identity(), "fsdp_version": fsdp_version}
     identity |= {"config": prepared.config, "adapters": prepared.told}
-    kept = held(folder, identity, sources_of(checkpoint.files))
+    refuse_adapter_in(folder, prepared)
+    kept = held(folder, identity, sources_of(prepared.checkpoint.files), overwrite=overwrite)
     if kept:
         prepared = grown(prepared, kept, parse_size(max_shard_size))
     budget = default_budget() if wanted is None else wanted
@@ -190,6 +191,10 @@ def merge(
         raise PlanError(f"--max-workers {max_workers}", "give 1 or more")
     spending = spend(budget, max_workers or min(4, os.cpu_count() or 1), prepared.plan.tensors)
     log.debug("planned %s", _described(prepared.plan, spending))
+    if verify or push_to_hub is not None:
+        from lazymerge.compare import check_budget
+
+        check_budget(prepared.checkpoint.gathers, budget)
     target = None
     if push_to_hub is not None:
         target = accessible(push_to_hub, private, token, revision, create_pr, commit_message)
@@ -202,20 +207,30 @@ def merge(
         selection = {"include": list(options.include), "exclude": list(options.exclude)}
         files = {file.name: file.size for file in prepared.plan.files}
         job = {**identity, **selection, "files": files, "kept": sorted(prepared.kept)}
+        job["max_shard_size"] = parse_size(max_shard_size)
         destination.begin(job, prepared.checkpoint.files, grows=bool(kept))
-        for name, each in prepared.kept.items():
-            destination.keep(name, each.path, each.identity)
+        if not destination.ended:
+            for name, each in prepared.kept.items():
+                destination.keep(name, each.path, each.identity)
         resumed = tuple(sorted(destination.finished))
-        _write(prepared, destination, spending, meter, identity if options.include else None)
-    log.debug("published %s", folder)
-    if verify or target is not None:
-        written = prepared.checkpoint
-        if kept:  # which this merge has not planned
-            whole = prepare(checkpoint, replace(options, include=(), exclude=()), linked).checkpoint
-            there = {*written.gathers, *(name for each in kept for name in each.tensors)}
-            written = whole.with_gathers({name: g for name, g in whole.gathers.items() if name in there})
-        _verify(written, prepared.adapters, folder, budget, spending.workers, meter)
-    url = None if target is None else send(folder, target, on_progress)
+        if not destination.ended:
+            _write(prepared, destination, spending, meter, identity if options.include else None)
+        log.debug("published %s", folder)
+        if verify or target is not None:
+            written = prepared.checkpoint
+            if kept:  # which this merge has not planned
+                whole = prepare(checkpoint, replace(options, include=(), exclude=()), linked).checkpoint
+                there = {*written.gathers, *(name for each in kept for name in each.tensors)}
+                written = whole.with_gathers({name: g for name, g in whole.gathers.items() if name in there})
+            try:
+                _verify(written, prepared, folder, budget, spending.workers, meter)
+            except VerificationError:
+                destination.end()  # so that nothing goes on from it
+                raise
+        url = None if target is None else send(folder, target, on_progress)
+        if not options.include:
+            destination.end()
+        prepared = replace(prepared, checkpoint=prepared.checkpoint.with_notes(*destination.notes))
     report = _report(folder, prepared, spending, budget, started, meter, resumed=resumed)
     return replace(report, verified=verify or target is not None, url=url)
 
@@ -247,7 +262,7 @@ def upload(
 
 def _verify(
     checkpoint: Checkpoint,
-    adapters: Mapping[str, Mapping[str, Gather]],
+    prepared: Prepared,
     folder: Path,
     budget: int,
     workers: int,
@@ -260,7 +275,8 @@ def _verify(
     verify_result(
         checkpoint,
         folder,
-        adapters,
+        [*prepared.beside, *_names(prepared.plan)],
+        prepared.adapters,
         max_ram=budget,
         workers=workers,
         on_bytes=lambda count, total, name: meter.add("verify", total, name, count),
@@ -282,7 +298,7 @@ def _compare_copies(prepared: Prepared, strict: bool, meter: Meter) -> Prepared:
         if equal(of_region(copy.used), of_region(copy.other)):
             continue
         differing[files] += 1
-        text = f"{copy.name} differs between {files[0]} and {files[1]}"
+        text = f"{copy.source or copy.name} differs between {files[0]} and {files[1]}"
         if strict:
             raise InconsistentCheckpoint(text, "merge without --strict to take the first one's values")
         notes.setdefault(copy.name, Note("warning", f"{text}; the first one's values are taken", copy.name))
@@ -329,15 +345,19 @@ def _write(
         else:
             destination.copy(name, content)
     names = list(prepared.beside)
-    names += [file.name for file in plan.files]
     if plan.index_name and plan.index is not None:
         destination.write(plan.index_name, plan.index)
-        names.append(plan.index_name)
+    names += _names(plan)
     part = None
     if part_of is not None:
         sources = sources_of(prepared.checkpoint.files)
         part = partial(record_of, part_of, sources, destination.folder, names)
     destination.publish(names, renamed=[each.name for each in prepared.kept.values()], part=part)
+
+
+def _names(plan: Plan) -> list[str]:
+    """The files of a plan, the index last."""
+    return [*(file.name for file in plan.files), *([plan.index_name] if plan.index_name else [])]
 
 
 def _described(plan: Plan, spending: Spending) -> str:

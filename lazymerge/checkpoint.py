@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+from lazymerge.errors import InconsistentCheckpoint
 from lazymerge.files.local import LocalFile
 from lazymerge.files.region import Region
 from lazymerge.gather import Gather
@@ -39,11 +40,15 @@ class Note:
 
 
 class Copy(NamedTuple):
-    """Two regions that should hold the same bytes: the one that is used and another rank's."""
+    """Two regions that should hold the same bytes: the one that is used and another rank's.
+
+    `name` is the tensor that they are in; `source` what the ranks call it, where that is another name.
+    """
 
     name: str
     used: Region
     other: Region
+    source: str | None = None
 
 
 def _no_copies() -> Iterator[Copy]:
@@ -119,12 +124,23 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
         )
 
     def renamed(self, names: Mapping[str, str]) -> Checkpoint:
-        """The same tensors under other names: `names` has one for each, old -> new, all different."""
+        """The same tensors under other names: `names` has one for each, old -> new, all different.
+
+        Raises `InconsistentCheckpoint` where two would have one name.
+        """
+        owners: dict[str, str] = {}
+        for name in self.gathers:
+            other = owners.setdefault(names[name], name)
+            if other != name:
+                raise InconsistentCheckpoint(
+                    f"{other} and {name} would both be {names[name]}",
+                    "save it again with one of them renamed, or leave one out with --exclude",
+                )
         copies = self.copies
         return replace(
             self,
             gathers={names[name]: gather for name, gather in self.gathers.items()},
-            copies=lambda: (copy._replace(name=names[copy.name]) for copy in copies()),
+            copies=lambda: (copy._replace(name=names.get(copy.name, copy.name)) for copy in copies()),
         )
 
     def with_notes(self, *notes: Note) -> Checkpoint:

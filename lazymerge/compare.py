@@ -50,6 +50,7 @@ SCATTERED_BLOCK = 32 << 20
 SMALLEST_BLOCK = 256 << 10
 _UNIT = 64 << 20  # bytes that a worker takes at once, so that several share a large tensor
 _TEMPORARY = 64 * CHUNK  # bytes that a worker takes to look at elements as numbers
+_GROWTH = 12 << 20  # bytes that a merge leaves behind in the process; 8 MB were measured
 
 
 def compare(
@@ -60,9 +61,10 @@ def compare(
     max_ram: int | None = None,
     workers: int = 1,
     hashed: bool = False,
+    known: Iterable[Difference] = (),
     on_bytes: Callable[[int, int, str], None] | None = None,
 ) -> Comparison:
-    """Compare `one` with `other`, which is what it should be.
+    """Compare `one` with `other`, which is what it should be. Differences that are `known` are added.
 
     `max_ram` bounds the resident memory of the process in bytes (default: as a merge's). `on_bytes` is
     called from any thread with (bytes just compared, bytes of all, name of the tensor), bytes being those
@@ -80,6 +82,8 @@ def compare(
     for name, gather in other.gathers.items():
         if name not in one.gathers:
             results.differ(Difference(MISSING, name, None, _shown(gather)))
+    for difference in known:
+        results.differ(difference)
     if pairs:
         total = sum(pair.other.nbytes for pair in pairs)
         spending = _spend(max_ram, workers, pairs)
@@ -89,7 +93,7 @@ def compare(
             for unit in units:
                 results.found(unit, _compare(unit, buffers, results, total, on_bytes))
 
-        share(_units(pairs, spending.block, together=hashed), work, spending.workers)
+        share(_units(pairs, spending, together=hashed), work, spending.workers)
     return results.comparison()
 
 
@@ -134,13 +138,13 @@ class _Pair(NamedTuple):
     plans: tuple[PlannedTensor, PlannedTensor]
     tolerance: Tolerance | None
 
-    def block(self, limit: int) -> int:
-        """Bytes of a block of each side where `limit` are wanted."""
-        return max(plan.block(limit, SCATTERED_BLOCK) for plan in self.plans)
+    def block(self, limit: int, scattered: int) -> int:
+        """Bytes of a block of each side where `limit` are wanted; as `PlannedTensor.block`."""
+        return max(plan.block(limit, scattered) for plan in self.plans)
 
-    def takes(self, limit: int) -> int:
+    def takes(self, limit: int, scattered: int) -> int:
         """Bytes of memory that comparing it in such blocks takes."""
-        return sum(_taken(plan, self.block(limit)) for plan in self.plans)
+        return sum(_taken(plan, self.block(limit, scattered)) for plan in self.plans)
 
 
 def _taken(plan: PlannedTensor, block: int) -> int:
@@ -152,23 +156,42 @@ def _taken(plan: PlannedTensor, block: int) -> int:
 class _Spending(NamedTuple):
     workers: int
     block: int
+    scattered: int
 
 
 def _spend(max_ram: int | None, workers: int, pairs: Sequence[_Pair]) -> _Spending:
     """The most workers with the largest blocks that fit the budget; `BudgetError` if none does."""
     budget = default_budget() if max_ram is None else max_ram
     base = resident() + SLACK
+    costs = {
+        sizes: _TEMPORARY + max(pair.takes(*sizes) for pair in pairs)
+        for sizes in ((BLOCK, SCATTERED_BLOCK), (BLOCK, BLOCK), (SMALLEST_BLOCK, SMALLEST_BLOCK))
+    }
     for count in range(min(workers, MOST_WORKERS), 0, -1):
-        block = BLOCK
-        while block >= SMALLEST_BLOCK:
-            each = _TEMPORARY + max(pair.takes(block) for pair in pairs)
+        for sizes, each in costs.items():
             if base + count * each <= budget:
-                return _Spending(count, block)
-            block //= 2
-    least = -(-(base + each) // 10**6)
-    costliest = max(pairs, key=lambda pair: pair.takes(SMALLEST_BLOCK))
-    raise BudgetError(
-        f"a budget of {budget // 10**6} MB is too small: comparing {costliest.name} takes at least {least} MB"
+                return _Spending(count, *sizes)
+    costliest = max(pairs, key=lambda pair: pair.takes(SMALLEST_BLOCK, SMALLEST_BLOCK))
+    raise _too_small(budget, base, each, costliest.name)
+
+
+def check_budget(gathers: Mapping[str, Gather], max_ram: int) -> None:
+    """Raise `BudgetError` if these tensors could not be compared with what a merge has written of them."""
+    costs = {}
+    for name, gather in gathers.items():
+        plan = planned(name, gather, 0)
+        block = plan.block(SMALLEST_BLOCK, SMALLEST_BLOCK)
+        costs[name] = _taken(plan, block) + min(block, plan.nbytes) + SCRATCH
+    base = resident() + SLACK + _GROWTH
+    costliest = max(costs, key=lambda name: costs[name], default=None)
+    if costliest is not None and base + _TEMPORARY + costs[costliest] > max_ram:
+        raise _too_small(max_ram, base, _TEMPORARY + costs[costliest], costliest)
+
+
+def _too_small(budget: int, base: int, more: int, name: str) -> BudgetError:
+    least = -(-(base + more) // 10**6)
+    return BudgetError(
+        f"a budget of {budget // 10**6} MB is too small: comparing {name} takes at least {least} MB"
         f" ({base // 10**6} MB of them are the interpreter and the headers)",
         f"give --max-ram {least}MB or more",
     )
@@ -183,10 +206,10 @@ class _Unit(NamedTuple):
     last: bool
 
 
-def _units(pairs: Iterable[_Pair], block: int, *, together: bool) -> Iterator[_Unit]:
+def _units(pairs: Iterable[_Pair], spending: _Spending, *, together: bool) -> Iterator[_Unit]:
     """What there is to compare; each tensor in one unit if they have to stay `together`."""
     for pair in pairs:
-        size = pair.block(block)
+        size = pair.block(spending.block, spending.scattered)
         itemsize = max(pair.one.dtype.itemsize, pair.other.dtype.itemsize)
         boxes = windows(pair.one.shape, itemsize, size)
         if together:

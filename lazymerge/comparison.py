@@ -10,8 +10,11 @@ from typing import Any
 ATOL = 1e-6
 """The difference that is allowed by default where both sides have one element type."""
 
-KINDS = MISSING, EXTRA, SHAPE, DTYPE, VALUES = "missing", "extra", "shape", "dtype", "values"
-"""How a tensor can differ."""
+KINDS = MISSING, EXTRA, SHAPE, DTYPE, VALUES, SETTING = (
+    *("missing", "extra", "shape", "dtype", "values"),
+    "setting",
+)
+"""How a tensor can differ, and a setting of an adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +35,10 @@ class CompareOptions:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A tensor that is not the same on both sides.
+    """A tensor that is not the same on both sides, or a setting of an adapter.
 
-    `kind` is "missing" (only the other side has it), "extra" (only the first), "shape", "dtype" or "values".
+    `kind` is "missing" (only the other side has it), "extra" (only the first), "shape", "dtype", "values" or
+    "setting".
     `one` and `other` say what is there, such as "float32 [8, 4]"; None on a side that has no such tensor.
     Of values: how many of `elements` differ, the largest difference of any two, and the first place that
     differs with what stands there (numbers, and their bits in hexadecimal).
@@ -56,7 +60,7 @@ class Difference:
             return f"{self.name}: is missing, expected {self.other}"
         if self.kind == EXTRA:
             return f"{self.name}: {self.one}, expected no such tensor"
-        if self.kind in {SHAPE, DTYPE}:
+        if self.kind in {SHAPE, DTYPE, SETTING}:
             return f"{self.name}: {self.one}, expected {self.other}"
         found, expected = self.shown()
         return (
@@ -107,6 +111,11 @@ class Comparison:
     def same(self) -> bool:
         """Whether there is no difference."""
         return not any(self.counts.values())
+
+    @property
+    def differing(self) -> int:
+        """How many tensors differ."""
+        return sum(self.counts.values()) - self.counts[SETTING]
 
     def to_json(self) -> dict[str, Any]:
         """The comparison as plain data for JSON; what JSON has no number for is text."""

@@ -32,12 +32,17 @@ FIRST = 5
 _DOING = {"check": "comparing ", "verify": "comparing ", "upload": "uploading "}
 """What is said of the stages of progress besides writing."""
 
+_LONGEST = 4_000
+"""Characters of a line: names come from checkpoints, and may be as long as one likes."""
+
 SECONDS = 5.0
 """Between two lines of progress."""
 
 
 def printable(text: str) -> str:
-    """The text on one line, with what could steer a terminal written as escapes."""
+    """The text on one line and of bounded length, with what could steer a terminal written as escapes."""
+    if len(text) > _LONGEST:
+        text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

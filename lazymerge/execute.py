@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from lazymerge.boxes import Box, Piece, Shape
+from lazymerge.errors import OutputError
 from lazymerge.files.copying import Copier, start_writeback, write_all
 from lazymerge.files.local import LocalFile
 from lazymerge.files.region import contiguous_strides
@@ -142,16 +143,29 @@ def write_file(
         write_all(target, file.name, memoryview(file.header), 0)
     write_tensors(file, target, block=block, scattered=scattered, workers=workers, on_bytes=on_bytes)
     if file.archive is not None:
-        checksums = [_checksum(target, tensor) for tensor in file.tensors]
+        checksums = [_checksum(target, file.name, tensor) for tensor in file.tensors]
         for at, content in file.archive.seal(checksums):
             write_all(target, file.name, memoryview(content), at)
 
 
-def _checksum(target: int, tensor: PlannedTensor, block: int = 1 << 20) -> int:
+def _checksum(target: int, name: str, tensor: PlannedTensor, block: int = 1 << 20) -> int:
     """The CRC-32 of a tensor's bytes, read back from the output: most never were in the process."""
-    crc = 0
-    for at in range(0, tensor.nbytes, block):
-        crc = zlib.crc32(os.pread(target, min(block, tensor.nbytes - at), tensor.offset + at), crc)
+    crc = done = 0
+    while done < tensor.nbytes:
+        at = tensor.offset + done
+        try:
+            content = os.pread(target, min(block, tensor.nbytes - done), at)
+        except OSError as error:
+            raise OutputError(
+                f"{name}: reading back at byte {at}: {error.strerror}",
+                "run the same command again when the disk works; what is finished is kept",
+            ) from error
+        if not content:
+            raise OutputError(
+                f"{name}: ends at byte {at} while it is written", "let nothing else write there"
+            )
+        crc = zlib.crc32(content, crc)
+        done += len(content)
     return crc
 
 

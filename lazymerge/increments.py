@@ -21,32 +21,48 @@ from lazymerge.errors import InconsistentCheckpoint, OutputError
 from lazymerge.files.local import LocalFile
 from lazymerge.files.safetensors_file import read_safetensors
 from lazymerge.gather import of_region
-from lazymerge.journal import identity_of, is_file
+from lazymerge.journal import identity_of, is_file, is_inside
 from lazymerge.output import PARTIAL, STAGING
-from lazymerge.plan import INDEX, OutputFile, Plan, index_file, make_plan
+from lazymerge.plan import INDEX, SAFETENSORS, OutputFile, Plan, index_file, make_plan
 from lazymerge.prepare import Held, Prepared
 
 _LARGEST = 16 << 20
 
 
-def held(folder: Path, job: Mapping[str, Any], sources: Mapping[str, Any]) -> tuple[Held, ...]:
-    """The weight files of earlier increments of this job in the folder.
+def held(
+    folder: Path, job: Mapping[str, Any], sources: Mapping[str, Any], *, overwrite: bool = False
+) -> tuple[Held, ...]:
+    """The weight files of earlier increments of this job in the folder; none where there is no such part.
 
-    Raises `InconsistentCheckpoint` if a source has changed since, and `OutputError` if one of the files has.
+    `overwrite` says that one which cannot be kept is replaced. Else raises `InconsistentCheckpoint` if a
+    source has changed since, and `OutputError` if one of the files has, or is none that can grow.
     """
     record = _record(folder)
-    if record is None or record["job"] != json.loads(json.dumps(job)):
+    job, sources = json.loads(json.dumps(job)), json.loads(json.dumps(sources))
+    if record is None or record["sources"].keys() != sources.keys():
         return ()
-    for path in sorted({*record["sources"], *sources}):
-        if record["sources"].get(path) != json.loads(json.dumps(sources.get(path))):
-            raise InconsistentCheckpoint(
-                f"{path}: has changed since a part of the result in {folder} was read from it",
-                "merge into another folder, or empty this one",
-            )
+    formats = {str(each.get("output_format")) for each in (record["job"], job)}
+    if {**record["job"], "output_format": None} != {**job, "output_format": None}:
+        return ()
+    changed = [path for path in sorted(sources) if record["sources"][path] != sources[path]]
+    if overwrite and (changed or formats != {SAFETENSORS}):
+        return ()
+    if formats != {SAFETENSORS}:
+        raise OutputError(
+            f"{folder}: holds a part of the result, and only safetensors can grow, not bin",
+            "merge everything at once with --output-format bin into another folder, or with --overwrite",
+        )
+    if changed:
+        raise InconsistentCheckpoint(
+            f"{changed[0]}: has changed since a part of the result in {folder} was read from it",
+            "merge into another folder, empty this one, or give --overwrite to start anew",
+        )
     found = []
     weights = {name: identity for name, identity in record["files"].items() if name.endswith(".safetensors")}
     for name, identity in weights.items():
         path = _place(folder, identity)
+        if path is None and overwrite:
+            return ()
         if path is None:
             raise OutputError(
                 f"{folder / name}: is not the file that an earlier merge of a part wrote",
@@ -70,6 +86,8 @@ def _record(folder: Path) -> dict[str, Any] | None:
     parts = ("job", "sources", "files")
     if not isinstance(record, dict) or not all(isinstance(record.get(part), dict) for part in parts):
         return None
+    if not all(map(is_inside, record["files"])):
+        return None  # no merge has written that
     return record
 
 
@@ -85,7 +103,7 @@ def record_of(
 ) -> bytes:
     """What the next increment has to know of a published part."""
     files = {name: identity_of(folder / name) for name in names}
-    return json.dumps({"job": job, "sources": sources, "files": files}).encode()
+    return json.dumps({"job": job, "sources": sources, "files": files}).encode() + b"\n"
 
 
 def grown(prepared: Prepared, kept: Sequence[Held], shard_size: int) -> Prepared:

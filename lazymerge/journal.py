@@ -7,35 +7,45 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from lazymerge.errors import InconsistentCheckpoint
 from lazymerge.files.copying import write_error
+from lazymerge.files.writing import write_whole
 
 
 def append(journal: Path, line: dict[str, Any]) -> None:
     """Add a line, on disk when this returns; `OutputError` where it cannot be written."""
     try:
-        with open(journal, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        with open(journal, "ab") as file:
+            file.write(_line(line))
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
         raise write_error(error, str(journal), 0) from error
 
 
+def rewrite(journal: Path, lines: Sequence[dict[str, Any]]) -> None:
+    """Replace the journal by one of these lines; `OutputError` where it cannot be written or renamed."""
+    write_whole(journal, b"".join(map(_line, lines)))
+
+
+def _line(content: dict[str, Any]) -> bytes:
+    return json.dumps(content).encode() + b"\n"
+
+
 def read_lines(journal: Path) -> list[dict[str, Any]]:
     """The journal's lines; the last one may be cut, and whatever is no JSON object ends it."""
     lines: list[dict[str, Any]] = []
     try:
-        text = journal.read_text(encoding="utf-8", errors="replace")
+        raw = journal.read_bytes()
     except OSError:
         return lines
-    for line in text.splitlines():
+    for line in raw.splitlines(keepends=True):
         try:
-            content = json.loads(line)
+            content = json.loads(line) if line.endswith(b"\n") else None
         except (ValueError, RecursionError):
             break
         if not isinstance(content, dict):
@@ -44,10 +54,23 @@ def read_lines(journal: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def agree(lines: Sequence[dict[str, Any]], head: dict[str, Any], but: Collection[str]) -> bool:
+    """Whether a journal is of the job that this head names, whatever it says of the keys `but`."""
+    job = lines[0].get("job") if lines else None
+    if not isinstance(job, dict):
+        return False
+    return {**job, **dict.fromkeys(but)} == {**head["job"], **dict.fromkeys(but)}
+
+
 def listed(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Name -> identity of all files that the journal says were to be renamed."""
     listed = [line["publishing"] for line in lines if isinstance(line.get("publishing"), dict)]
-    return {name: identity for each in listed for name, identity in each.items()}
+    return {name: identity for each in listed for name, identity in each.items() if is_inside(name)}
+
+
+def is_inside(name: str) -> bool:
+    """Whether a name leads to nowhere outside of the folder that it is relative to."""
+    return not name.startswith("/") and ".." not in name.split("/")
 
 
 def identity_of(path: Path) -> list[int]:
@@ -61,8 +84,9 @@ def is_file(path: Path, identity: object) -> bool:
     return path.is_file() and identity_of(path) == identity
 
 
-def refuse_changed(before: dict[str, Any], now: dict[str, Any], staging: Path) -> None:
+def refuse_changed(before: object, now: dict[str, Any], staging: Path) -> None:
     """Raise `InconsistentCheckpoint` if the sources are not those that an unfinished run began with."""
+    before = before if isinstance(before, dict) else {}
     for path in sorted({*before, *now}):
         if before.get(path) != now.get(path):
             raise InconsistentCheckpoint(

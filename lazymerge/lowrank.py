@@ -2,7 +2,7 @@
 
     result = round(W + scale_1 * (left_1 @ right_1) + scale_2 * (left_2 @ right_2) + ...)
 
-in float32 (float64 where anything is), from left to right, rounded once to the type of W. With a
+in float32 (float64 where anything is), from left to right, rounded once to the result's type. With a
 `magnitude` (DoRA) the sum's rows, or columns, are brought to these lengths before it is rounded.
 
 Everything is computed in grains of rows that do not depend on the budget, and products in tiles of a fixed
@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from lazymerge.boxes import Box
 from lazymerge.computation import bytes_read, check_effort, computations, long_runs_from
 from lazymerge.errors import PlanError
+from lazymerge.files.dtype import DType
 from lazymerge.files.region import Region, contiguous_strides
 from lazymerge.fill import SCRATCH, fill
 from lazymerge.gather import Gather, of_region
@@ -74,34 +75,45 @@ def add_products(
     magnitude: Gather | None = None,
     *,
     columns: bool = False,
+    dtype: DType | None = None,
 ) -> Gather:
-    """The matrix `base` with the terms added, of its own type; reading it raises as `LowRank` says."""
-    source = LowRank(base, tuple(terms), tensor, magnitude, columns)
-    return of_region(Region(source, 0, base.dtype, base.shape, contiguous_strides(base.shape)))
+    """The matrix `base` with the terms added, of the type `dtype` or its own.
+
+    Reading it raises as `LowRank` says.
+    """
+    source = LowRank(base, tuple(terms), tensor, magnitude, columns, dtype or base.dtype)
+    return of_region(Region(source, 0, source.dtype, base.shape, contiguous_strides(base.shape)))
 
 
 class LowRank:
-    """The sum as a source of row-major bytes; the shapes of its parts go together.
+    """The sum as a source of row-major bytes of elements of `dtype`; the shapes of its parts go together.
 
     `magnitude` holds a length for each row (or column, with `columns`) of the result. Reading raises
     `PlanError` naming `tensor` where a finite element of the base becomes infinite or no number.
     """
 
-    __slots__ = ("_lock", "_norms", "base", "columns", "magnitude", "tensor", "terms", "wide")
+    __slots__ = ("_lock", "_norms", "base", "columns", "dtype", "magnitude", "tensor", "terms", "wide")
 
     name = "a sum with low-rank products"
     whole = False
 
     def __init__(
-        self, base: Gather, terms: tuple[Term, ...], tensor: str, magnitude: Gather | None, columns: bool
+        self,
+        base: Gather,
+        terms: tuple[Term, ...],
+        tensor: str,
+        magnitude: Gather | None,
+        columns: bool,
+        dtype: DType,
     ) -> None:
         self.base = base
         self.terms = terms
         self.tensor = tensor
         self.magnitude = magnitude
         self.columns = columns
+        self.dtype = dtype
         self._check()
-        doubles = any(operand.dtype.name == "float64" for operand in self._operands())
+        doubles = "float64" in {dtype.name, *(operand.dtype.name for operand in self._operands())}
         self.wide = FLOATS["float64" if doubles else "float32"]
         self._lock = threading.Lock()
         self._norms: Floats | None = None
@@ -110,7 +122,7 @@ class LowRank:
     def _check(self) -> None:
         """Raise `PlanError` where shapes or types do not go together: a plan may come out of a file."""
         rows, columns = self.base.shape if len(self.base.shape) == 2 else (-1, -1)
-        good = all(operand.dtype.name in FLOATS for operand in self._operands())
+        good = all(each.name in FLOATS for each in [self.dtype, *(x.dtype for x in self._operands())])
         for term in self.terms:
             rank = term.left.shape[1:]
             good = good and term.left.shape == (rows, *rank) and len(rank) == 1 and 0 not in rank
@@ -137,7 +149,7 @@ class LowRank:
 
     @property
     def size(self) -> int:
-        return self.base.nbytes
+        return self.base.numel * self.dtype.itemsize
 
     @property
     def reads(self) -> int:
@@ -147,17 +159,18 @@ class LowRank:
 
     @property
     def step(self) -> int:
-        return self._grain() * self.base.shape[1] * self.base.dtype.itemsize
+        return self._grain() * self.base.shape[1] * self.dtype.itemsize
 
     @property
     def long_runs_from(self) -> int:
-        return long_runs_from(self.base.pieces(), self.base.shape)
+        source = long_runs_from(self.base.pieces(), self.base.shape)
+        return source // self.base.dtype.itemsize * self.dtype.itemsize
 
     def working_set(self, nbytes: int) -> int:
         """Two grains in the wide type, one in the base's, and the operands of as many rows."""
         columns = max(1, self.base.shape[1])
         least = self._grain() if self.magnitude is None else _MEASURED * self._grain()
-        rows = max(least, nbytes // (columns * self.base.dtype.itemsize))
+        rows = max(least, nbytes // (columns * self.dtype.itemsize))
         held: int = self._grain() * columns * (2 * self.wide.itemsize + self.base.dtype.itemsize)
         for term in self.terms:
             held += rows * term.left.shape[1] * 2 * self.wide.itemsize
@@ -166,15 +179,16 @@ class LowRank:
         if self.magnitude is not None:
             held += 4 * self.magnitude.numel * 8
         inner = [source for operand in self._operands() for source in computations(operand.pieces())]
-        below = max((source.working_set(min(nbytes, source.size)) for source in inner), default=0)
+        wide = nbytes // self.dtype.itemsize * self.wide.itemsize
+        below = max((source.working_set(min(wide, source.size)) for source in inner), default=0)
         return held + SCRATCH + below
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the result's bytes from `offset` on, both of whole elements."""
-        itemsize, columns = self.base.dtype.itemsize, self.base.shape[1]
+        itemsize, columns = self.dtype.itemsize, self.base.shape[1]
         if offset % itemsize or len(buffer) % itemsize:
             raise PlanError(f"{self.tensor}: a sum read from within an element", "make the plan again")
-        target = np.frombuffer(buffer, FLOATS[self.base.dtype.name])
+        target = np.frombuffer(buffer, FLOATS[self.dtype.name])
         if not target.size:
             return
         factors = self._factors()
@@ -237,8 +251,8 @@ class LowRank:
         """Round the block's elements from `skip` on into `result`; the block begins with row `at`."""
         with np.errstate(all="ignore"):  # what overflows is looked for below
             np.copyto(result, block.reshape(-1)[skip : skip + result.size], casting="unsafe")
-        first = _FIRST_NONFINITE[self.base.dtype.name]
-        width = self.base.dtype.itemsize
+        first = _FIRST_NONFINITE[self.dtype.name]
+        width = self.dtype.itemsize
         sign = 1 << (8 * width - 1)
         if result.view(f"i{width}").max() < first and result.view(f"u{width}").max() < first | sign:
             return
@@ -247,7 +261,7 @@ class LowRank:
         if broken.any():
             raise PlanError(
                 f"{self.tensor}: with the adapter {np.count_nonzero(broken)} of its values are infinite or no"
-                f" numbers in {self.base.dtype}, such as the one that was {was[broken][0]:g}",
+                f" numbers in {self.dtype}, such as the one that was {was[broken][0]:g}",
                 "the adapter is damaged, or its scale is too large for this type",
             )
 

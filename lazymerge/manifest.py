@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ import xxhash
 
 from lazymerge import __version__
 from lazymerge.errors import LazymergeError, OutputError
+from lazymerge.files.json_text import bounded
 from lazymerge.files.local import Descriptors, LocalFile
 from lazymerge.files.region import Region
 from lazymerge.files.safetensors_file import read_safetensors
@@ -38,6 +40,18 @@ _LARGEST = 1 << 28  # bytes of a manifest
 _BLOCK = 1 << 20
 _HELD = (*WEIGHTS, ".json", ".jinja", ".py", ".model", ".tiktoken")
 """Suffixes of files that belong to a model, besides the names of sidecars."""
+
+_LOADED = re.compile(
+    r"\.(safetensors|bin|ckpt)"  # and what follows: .bin.1, .ckpt.data-00000-of-00001
+    r"|\.(pt|pth|pkl|pickle|joblib|np[yz]|h5|hdf5|keras|msgpack|gg(uf|ml|jt)|onnx|pb|tflite|distcp|metadata|nemo"
+    r"|engine|plan|ot|(pd)?params|mlmodel|mar|zip|tar|tgz|so|dll|dylib|py[cd]?|json|jinja2?|j2|ya?ml"
+    r"|model|tiktoken|spm|vocab)$",
+    re.IGNORECASE,
+)
+"""Names of files that a loader might take."""
+
+_NOT_OURS = {".lazymerge", ".cache", ".git"}
+"""Folders of tools: of a merge, of downloads from the hub, of git."""
 
 OnBytes = Callable[[int, int, str], None]
 """Called from any thread with (bytes just read, bytes of all, file or tensor)."""
@@ -69,10 +83,11 @@ def make_manifest(
     folder: Path,
     digests: Mapping[str, str] | None = None,
     *,
+    names: Iterable[str] | None = None,
     workers: int = 1,
     on_bytes: OnBytes | None = None,
 ) -> bytes:
-    """The manifest of all files of the model in the folder, as they stand on the disk.
+    """The manifest of these files (default: of all of the model) in the folder, as they stand on the disk.
 
     `digests` are the xxh3_128 of the tensors in the folder itself, where they are known already: a tensor
     that is in it is not read. Raises what reading raises.
@@ -81,7 +96,7 @@ def make_manifest(
     files: dict[str, Any] = {}
     parts: list[_Part] = []
     pool = Descriptors()
-    for name in _names(folder):
+    for name in sorted(_names(folder) if names is None else names):
         file = LocalFile(folder / name, pool)
         if not name.endswith(SAFETENSORS):
             parts.append(_Part(file, name, None, 0, file.size))
@@ -163,11 +178,11 @@ def has_manifest(folder: Path) -> bool:
 def check_manifest(folder: Path, *, workers: int = 1, on_bytes: OnBytes | None = None) -> ManifestReport:
     """Compare the folder, as it stands on the disk, with its manifest: every byte of every file."""
     try:
-        recorded = _read_manifest(folder)
+        recorded = read_manifest(folder)
     except (LazymergeError, ValueError, RecursionError) as error:
         text = error.problem if isinstance(error, LazymergeError) else str(error)[:200]
         return ManifestReport(0, 0, 0, (Problem(MANIFEST, f"not what was written ({text})"),))
-    problems = [Problem(name, "is not in the manifest") for name in _names(folder) if name not in recorded]
+    problems = [Problem(name, "is not in the manifest") for name in _loadable(folder) if name not in recorded]
     parts: dict[_Part, str] = {}  # what to read -> its digest
     pool = Descriptors()
     for name, entry in recorded.items():
@@ -223,13 +238,13 @@ def _check_header(
             parts[_Part(file, name, each, region.offset, region.extent)] = recorded[each]["xxh3_128"]
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    """The files of the manifest; `ValueError` or `SourceError` if it is not as it was written."""
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The files of the manifest, name -> entry; `ValueError` or `LazymergeError` if it is not as written."""
     file = LocalFile(folder / MANIFEST)
     if file.size > _LARGEST:
         raise ValueError(f"{file.size} bytes")
     raw = file.read(0, file.size)
-    content = json.loads(raw)
+    content = json.loads(bounded(raw))
     if not isinstance(content, dict):
         raise ValueError("no JSON object")
     unsealed = {key: value for key, value in content.items() if key != "checksum"}
@@ -244,8 +259,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _is_entry(name: str, entry: Any) -> bool:
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or "\0" in name or not isinstance(entry, dict):
+    if not isinstance(entry, dict) or not _is_inside(name):
         return False
     if type(entry.get("size")) is not int:
         return False
@@ -260,6 +274,35 @@ def _is_entry(name: str, entry: Any) -> bool:
             for each in tensors.values()
         )
     )
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a name is that of a file in the folder or below, in the one form that it has."""
+    path = PurePosixPath(name)
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
+    within = not path.is_absolute() and bool(path.parts) and ".." not in path.parts
+    return within and path.as_posix() == name and "\0" not in name
+
+
+def _loadable(folder: Path) -> Iterator[str]:
+    """The files in the folder and below that a loader might take for weights, config or code, by name.
+
+    A folder that is a link is named itself: what is in it is not this result's.
+    """
+    found = []
+    for path, folders, names in os.walk(folder):
+        where = Path(path).relative_to(folder)
+        folders[:] = [name for name in folders if name not in _NOT_OURS]
+        linked = [name for name in folders if (Path(path) / name).is_symlink()]
+        for name in names:
+            relative = (where / name).as_posix()
+            if _LOADED.search(name) or is_sidecar(name) or is_sidecar(relative):
+                found.append(relative)
+        found += [(where / name).as_posix() for name in linked]
+    return iter(sorted(set(found) - {MANIFEST}))
 
 
 # ------------------------------------------------------------------------------------- reading

@@ -3,37 +3,40 @@
     DST/.lazymerge/lock             held by the one merge that writes here
     DST/.lazymerge/journal.jsonl    what is being written from what, then a line for each finished file
     DST/.lazymerge/<file>           files under way or finished, until all are
+    DST/.lazymerge-ended            the journal, while the folder is removed when all is done
 
-When every file is there they are renamed into DST, the index (or the only weight file) last, and the
-folder is removed, the journal when nothing else is left to do: as long as it is there it proves what the
-files in DST are. It names each by size, time of change and inode, which renaming leaves as they are: the
-checkpoint before has files of the same names and sizes. A run that was killed at any moment is finished by
-running the same command again.
+When every file is there, those of an earlier result are removed, its index first, and the new ones renamed
+into DST, the index (or the only weight file) last. Then the folder is removed, and the journal at the very
+end: as long as it is there it proves what the files in DST are. It names each by size, time of change and
+inode, which renaming leaves as they are: the checkpoint before has files of the same names and sizes. A run
+that was killed at any moment is finished by running the same command again.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import filecmp
 import json
 import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from lazymerge.checkpoint import Note
 from lazymerge.errors import OutputError
-from lazymerge.files.copying import Copier, write_error
+from lazymerge.files.copying import Copier, write_all
 from lazymerge.files.local import LocalFile
-from lazymerge.journal import append, identity_of, is_file, listed, read_lines, refuse_changed
+from lazymerge.files.lock import take_lock
+from lazymerge.files.writing import created, sync_folder, write_whole
+from lazymerge.formats.staged import STAGE
+from lazymerge.journal import agree, append, identity_of, is_file, listed, read_lines, refuse_changed, rewrite
 from lazymerge.sidecars import is_sidecar
 
 STAGING = ".lazymerge"
 ENDED = ".lazymerge-ended"
-"""The staging folder while it is removed, after everything was published."""
+LOCK = "lock"
 JOURNAL = "journal.jsonl"
 PARTIAL = "partial.json"
 """What a merge of some tensors leaves in the staging folder: lazymerge.increments says what is in it."""
@@ -43,21 +46,28 @@ WEIGHTS = re.compile(
     r"(model|consolidated)[\w.-]*\.safetensors(\.index\.json)?|pytorch_model[\w.-]*\.bin(\.index\.json)?"
 )
 """Weights that a loader would take for the model's, or mix with it."""
+_ADAPTER = re.compile(r"lora_adapter/([^/]+/)?adapter_(model\.safetensors|config\.json)")
+_DERIVED = ("files", "kept", "config", "adapters")
+"""What of a job follows from the source, and is not asked for."""
 
 
 class Destination:
     """A folder that is being filled. Use `claim`; `finished` are the files that need not be written again.
 
-    `complete` says that an earlier run of this very job has published all of them, sidecars included.
+    `complete` says that an earlier run of this very job has published all of them, sidecars included, and
+    `ended` that it has nothing left to do. `notes` are what the user should know of the file system.
     """
 
-    def __init__(self, folder: Path, overwrite: bool) -> None:
+    def __init__(self, folder: Path, overwrite: bool, notes: tuple[Note, ...] = ()) -> None:
         self.folder = folder
+        self.notes = notes
         self.staging = folder / STAGING
         self.overwrite = overwrite
         self.finished: set[str] = set()
         self.complete = False
+        self.ended = False
         self._journal = self.staging / JOURNAL
+        self._ended = folder / ENDED
         self._renamed: dict[str, Any] = {}  # what earlier runs of this job were to publish
 
     # -------------------------------------------------------------------- beginning
@@ -71,20 +81,32 @@ class Destination:
         sources = sources_of(files)
         head = {"job": {**job, "sources": sorted(sources)}, "sources": sources}
         head = json.loads(json.dumps(head))  # as it is read again: tuples are lists there
+        if (self.folder / f".{MANIFEST}.part").exists():
+            (self.folder / f".{MANIFEST}.part").unlink()  # of a verification that was killed
+        lines = read_lines(self._ended)
+        if agree(lines, head, ("files", "kept")) and lines[0].get("sources") == head["sources"]:
+            self.ended = self._is_published(lines[-1].get("publishing"))
+            if self.ended:
+                self.finished = {line["done"] for line in lines[1:] if self._is_finished(line)}
+                return
         lines = read_lines(self._journal)
-        if lines and lines[0].get("job") == head["job"]:
-            refuse_changed(lines[0].get("sources", {}), head["sources"], self.staging)
+        if agree(lines, head, _DERIVED):
+            refuse_changed(lines[0].get("sources"), head["sources"], self.staging)
+        if agree(lines, head, ()):
             self.finished = {line["done"] for line in lines[1:] if self._is_finished(line)}
             self.complete = self._is_published(lines[-1].get("publishing"))
             self._renamed = listed(lines)
-            self._clear({"lock", PARTIAL, self._journal.name, *self.finished})
+            self._clear({LOCK, PARTIAL, JOURNAL, *self.finished})
+            rewrite(self._journal, lines)  # without a line that was cut
             return
         if not self.overwrite and not grows:
             _check_empty(self.folder, ())  # not even of files that another job has published
-        if self._journal.exists():
-            self._journal.unlink()  # before what it lists
-        self._clear({"lock", PARTIAL} if grows else {"lock"})
-        append(self._journal, head)
+        for journal in (self._journal, self._ended):
+            if journal.exists():
+                journal.unlink()  # before what it lists
+        self._clear({LOCK, PARTIAL} if grows else {LOCK})
+        self._journal.touch()  # so that a file system that renames over no file is found out now
+        rewrite(self._journal, [head])
 
     def keep(self, name: str, path: Path, identity: Any) -> None:
         """Take a file that an earlier increment wrote as the finished file `name`, without a copy."""
@@ -105,10 +127,11 @@ class Destination:
 
     def _clear(self, kept: set[str]) -> None:
         """Remove what an earlier run began and did not finish: it takes space and is written anew."""
-        for path in self.staging.iterdir():
+        for path in sorted(self.staging.rglob("*"), reverse=True):  # a folder after what is in it
             if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            elif path.name not in kept:
+                with suppress(OSError):  # something in it is kept
+                    path.rmdir()
+            elif path.relative_to(self.staging).as_posix() not in kept:
                 path.unlink()
 
     def _is_finished(self, line: dict[str, Any]) -> bool:
@@ -143,16 +166,9 @@ class Destination:
     @contextmanager
     def file(self, name: str, size: int) -> Iterator[int]:
         """A descriptor of a staged file of `size` bytes; finished and journalled when the block ends well."""
-        path = self.staging / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-        try:
-            _size_ahead(fd, size, name)
+        with created(self.staging / name, size) as fd:
             yield fd
-            _synced(fd, name)
-        finally:
-            os.close(fd)
-        append(self._journal, {"done": name, "identity": identity_of(path)})
+        append(self._journal, {"done": name, "identity": identity_of(self.staging / name)})
         self.finished.add(name)
 
     def write(self, name: str, content: bytes) -> None:
@@ -163,15 +179,8 @@ class Destination:
         there = self.folder / name
         if self.complete and there.is_file() and there.read_bytes() == content:
             return
-        path = self.staging / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open(path, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise write_error(error, str(path), 0) from error
+        with created(self.staging / name) as fd:
+            write_all(fd, str(self.staging / name), memoryview(content), 0)
 
     def copy(self, name: str, source: Path) -> None:
         """A small file, staged as a copy of `source`; no more of it than a buffer is ever in memory.
@@ -181,12 +190,9 @@ class Destination:
         there = self.folder / name
         if self.complete and there.is_file() and filecmp.cmp(source, there, shallow=False):
             return
-        path = self.staging / name
-        path.parent.mkdir(parents=True, exist_ok=True)
         file = LocalFile(source)
-        with open(path, "wb") as target:
-            Copier(target.fileno(), str(path)).copy(file, 0, 0, file.size)
-            _synced(target.fileno(), str(path))
+        with created(self.staging / name) as fd:
+            Copier(fd, str(self.staging / name)).copy(file, 0, 0, file.size)
 
     # -------------------------------------------------------------------- the end
 
@@ -200,61 +206,89 @@ class Destination:
         """Rename the staged files into the folder in this order, after what they replace is gone.
 
         `renamed` are files of an earlier increment that have other names now; `part` makes what is left in
-        the staging folder for the next one, if this is not the whole result.
+        the staging folder for the next one, if this is not the whole result. If it is, `end` comes next.
         """
         append(self._journal, {"publishing": {name: identity_of(self._place(name)) for name in names}})
-        try:
-            self._publish(names)
-            for name in renamed:
-                if name not in names:
-                    (self.folder / name).unlink(missing_ok=True)
-            self._end(part)
-        except OSError as error:
-            place = error.filename2 or error.filename or self.folder
-            raise OutputError(
-                f"{place}: {os.strerror(error.errno or errno.EIO)}",
-                "run the same command again when that can be written; what is finished is kept",
-            ) from error
+        # an adapter comes before its base, and nothing after the index
+        self._publish(sorted(names, key=lambda name: WEIGHTS.fullmatch(name) is not None))
+        for name in renamed:
+            if name not in names:
+                (self.folder / name).unlink(missing_ok=True)
+        if part is not None:
+            write_whole(self.staging / PARTIAL, part())
+            self._clear({LOCK, PARTIAL, JOURNAL})
+            self._journal.unlink()
+            sync_folder(self.folder)
 
     def _publish(self, names: Sequence[str]) -> None:
         for name in names:
+            for above in Path(name).parents[:-1]:
+                if (self.folder / above).is_symlink():
+                    raise OutputError(
+                        f"{self.folder / above}: is a link, which leads elsewhere",
+                        "remove it, and run the same command again",
+                    )
             if (self.folder / name).is_dir():
                 raise OutputError(
                     f"{self.folder / name}: is a folder", "remove it, and run the same command again"
                 )
+        sync_folder(self.staging)
+        sync_folder(self.folder)
         if self.overwrite:
-            for path in list(self.folder.iterdir()):
-                published = path.name in names and not (self.staging / path.name).exists()
-                known = WEIGHTS.fullmatch(path.name) or is_sidecar(path.name)
-                if path.is_file() and known and not published:
-                    path.unlink()
+            for name in _earlier(self.folder):
+                if name not in names or (self.staging / name).exists():
+                    (self.folder / name).unlink()
+                    with suppress(OSError):  # another file is in it
+                        for above in Path(name).parents[:-1]:
+                            (self.folder / above).rmdir()
         for name, identity in self._renamed.items():  # a sidecar that the source no longer has
             if name not in names and is_file(self.folder / name, identity):
                 (self.folder / name).unlink()
         (self.folder / MANIFEST).unlink(missing_ok=True)
-        sync_folder(self.staging)
         for name in names:
             if (self.staging / name).exists():
+                if name == names[-1]:
+                    self._sync(names)
                 (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
                 os.replace(self.staging / name, self.folder / name)
-        sync_folder(self.folder)
+        self._sync(names)
 
-    def _end(self, part: Callable[[], bytes] | None) -> None:
-        """Leave a result like any other, or one that says what it is a part of."""
-        if part is not None:
-            scratch = self.staging / f"{PARTIAL}.new"
-            with open(scratch, "wb") as file:
-                file.write(part())
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(scratch, self.staging / PARTIAL)
-        self._clear({"lock", PARTIAL, self._journal.name})
-        if part is None:
-            os.replace(self.staging, self.folder / ENDED)  # all that proves what the files are, at once
-            shutil.rmtree(self.folder / ENDED)
-        else:
-            self._journal.unlink()
+    def _sync(self, names: Sequence[str]) -> None:
+        """Make the renames so far durable."""
+        for place in {self.folder, *((self.folder / name).parent for name in names)}:
+            if place.is_dir():
+                sync_folder(place)
+
+    def end(self) -> None:
+        """Remove what says what the files are: from now on the result is one like any other.
+
+        The journal goes last and at once: until then the same command again finds that all is done.
+        """
+        if self._journal.exists():
+            os.replace(self._journal, self._ended)
+        self._clear({LOCK})
+        (self.staging / LOCK).unlink(missing_ok=True)
+        with suppress(OSError):  # another merge has just begun there, or a network file system keeps the lock
+            self.staging.rmdir()
         sync_folder(self.folder)
+        self._ended.unlink(missing_ok=True)
+
+
+def _earlier(folder: Path) -> list[str]:
+    """The files of a result in the folder that no other may be mixed with, the index first."""
+    patterns = ("*", "additional_chat_templates/*", "huggingface/**/*", "lora_adapter/**/*")
+    found = [path for pattern in patterns for path in folder.glob(pattern) if path.is_file()]
+    names = [path.relative_to(folder).as_posix() for path in found]
+    staged = (folder / STAGE).is_file()
+    names = [name for name in names if _is_results(name, staged)]
+    return sorted(names, key=lambda name: not name.endswith(".index.json"))
+
+
+def _is_results(name: str, staged: bool) -> bool:
+    """Whether a merge writes files of that name; `staged`: one that leaves the trainer's names does."""
+    if staged and name.startswith("huggingface/"):
+        return is_sidecar(name.partition("/")[2])
+    return name == STAGE or is_sidecar(name) or any(kind.fullmatch(name) for kind in (WEIGHTS, _ADAPTER))
 
 
 def sources_of(files: Sequence[LocalFile]) -> dict[str, Any]:
@@ -271,24 +305,38 @@ def claim(folder: Path, sources: Sequence[Path], *, overwrite: bool) -> Iterator
     """
     check_destination(folder, sources, overwrite=overwrite)
     made = _missing_parents(folder)
+    staging = folder / STAGING
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if (folder / STAGING).is_symlink():
-            raise OutputError(f"{folder / STAGING}: is a link", "remove it; the files under way go there")
-        if (folder / ENDED).is_dir() and not (folder / ENDED).is_symlink():
-            shutil.rmtree(folder / ENDED)  # of a run that was killed just then
-        (folder / STAGING).mkdir(exist_ok=True)
-        lock = os.open(folder / STAGING / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        if staging.is_symlink():
+            raise OutputError(f"{staging}: is a link", "remove it; the files under way go there")
+        staging.mkdir(exist_ok=True)
+        lock = os.open(staging / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise OutputError(f"{folder}: {error.strerror}", "choose a folder that you may write to") from None
     try:
-        _lock(lock, folder)
+        notes: tuple[Note, ...] = ()
+        if not take_lock(lock, staging / LOCK, folder):
+            text = f"{folder}: the file system has no locks; see to it that no other merge writes there too"
+            notes = (Note("warning", text),)
         try:
-            yield Destination(folder, overwrite)
-        finally:
+            yield Destination(folder, overwrite, notes)
+        except BaseException:
             _tidy(folder, made)
+            raise
+    except BrokenPipeError:
+        raise  # of whom the progress is told
+    except OSError as error:
+        raise OutputError(
+            f"{error.filename2 or error.filename or folder}: {error.strerror}",
+            "run the same command again when that can be written; what is finished is kept",
+        ) from error
     finally:
-        os.close(lock)
+        with suppress(OSError):  # nothing was written there that counts
+            os.close(lock)
+    if staging.is_dir():
+        with suppress(OSError):  # it holds what another increment needs
+            staging.rmdir()
 
 
 def check_destination(folder: Path, sources: Sequence[Path], *, overwrite: bool) -> None:
@@ -296,7 +344,7 @@ def check_destination(folder: Path, sources: Sequence[Path], *, overwrite: bool)
     try:
         _check_place(folder, sources)
         if folder.is_dir() and not overwrite:
-            _check_empty(folder, _published(folder / STAGING))
+            _check_empty(folder, _published(folder))
     except OSError as error:
         raise OutputError(
             f"{error.filename or folder}: {error.strerror}", "choose a folder that you may write to"
@@ -315,9 +363,11 @@ def _check_place(folder: Path, sources: Sequence[Path]) -> None:
             raise OutputError(f"{folder}: lies inside the source {source}", "give a folder outside of it")
 
 
-def _published(staging: Path) -> set[str]:
+def _published(folder: Path) -> set[str]:
     """What unfinished merges may have renamed into the folder: names of files and of folders there."""
-    names = {*listed(read_lines(staging / JOURNAL))}
+    staging = folder / STAGING
+    names = {*listed(read_lines(staging / JOURNAL)), *listed(read_lines(folder / ENDED))}
+    names |= {MANIFEST} if names else set()  # it is put there before the end
     if (staging / PARTIAL).exists():
         names.add(MANIFEST)
     for line in read_lines(staging / PARTIAL):
@@ -326,8 +376,9 @@ def _published(staging: Path) -> set[str]:
 
 
 def _check_empty(folder: Path, known: Collection[str]) -> None:
-    """Raise `OutputError` if the folder holds anything but the staging folder and what is `known`."""
-    names = sorted(path.name for path in folder.iterdir() if path.name not in {STAGING, ENDED, *known})
+    """Raise `OutputError` if the folder holds anything but what a merge leaves and what is `known`."""
+    found = (path.name for path in folder.iterdir() if not path.name.startswith(STAGING))
+    names = sorted(name for name in found if name not in known)
     if names:
         shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
         raise OutputError(
@@ -353,60 +404,3 @@ def _tidy(folder: Path, made: Sequence[Path]) -> None:
             path.rmdir()
     except OSError:
         pass  # something is in it
-
-
-def _lock(fd: int, folder: Path) -> None:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}:
-            return  # a file system without locks: the user alone keeps two merges apart
-        owner = os.pread(fd, 20, 0).decode(errors="replace")
-        raise OutputError(
-            f"{folder}: another merge is writing here (process {owner})",
-            "wait for it, or give another folder",
-        ) from None
-    _refuse_removed(fd, folder)
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, str(os.getpid()).encode(), 0)
-
-
-def _refuse_removed(fd: int, folder: Path) -> None:
-    """The lock may have been opened just before another merge ended and removed it: then it locks nothing."""
-    try:
-        there = os.stat(folder / STAGING / "lock")
-    except OSError:
-        there = None
-    if there is None or there.st_ino != os.fstat(fd).st_ino:
-        raise OutputError(
-            f"{folder}: another merge has just ended here", "look at its result, then try again"
-        )
-
-
-def _size_ahead(fd: int, size: int, name: str) -> None:
-    """Give the file its size, with the blocks for it where the file system can: a full disk is found now."""
-    try:
-        os.ftruncate(fd, size)
-        if size:
-            os.posix_fallocate(fd, 0, size)
-    except OSError as error:
-        if error.errno not in {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}:
-            raise write_error(error, name, 0) from error
-
-
-def _synced(fd: int, name: str) -> None:
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        raise write_error(error, name, 0) from error
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames in a folder durable, where the file system can."""
-    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    except OSError:
-        pass  # some network file systems have no fsync of folders
-    finally:
-        os.close(fd)

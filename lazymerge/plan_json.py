@@ -147,6 +147,7 @@ class _Writer:
         ]
         return {
             "lowrank": self.gather(source.base),
+            "dtype": source.dtype.name,
             "terms": terms,
             "magnitude": None if source.magnitude is None else self.gather(source.magnitude),
             "columns": source.columns,
@@ -230,4 +231,5 @@ class _Reader:
             for term in data["terms"]
         )
         magnitude = None if data["magnitude"] is None else self.gather(data["magnitude"])
-        return LowRank(self.gather(data["lowrank"]), terms, data["tensor"], magnitude, data["columns"])
+        base, dtype = self.gather(data["lowrank"]), DTYPES[data["dtype"]]
+        return LowRank(base, terms, data["tensor"], magnitude, data["columns"], dtype)

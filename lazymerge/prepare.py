@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from lazymerge.checkpoint import Checkpoint, Note
+from lazymerge.conversions.adapters.adapter import BIN as BIN_OF_ADAPTER
 from lazymerge.conversions.adapters.adapter import CONFIG as CONFIG_OF_ADAPTER
 from lazymerge.conversions.adapters.adapter import WEIGHTS, Adapter
-from lazymerge.conversions.adapters.trained import EXTRACT, FOLD, ONLY, LoraOptions, split
+from lazymerge.conversions.adapters.trained import EXTRACT, FOLD, ONLY, LoraOptions, recorded, split
 from lazymerge.conversions.dtypes import cast_to, parse_dtype
 from lazymerge.conversions.hub import HubOptions, to_hub
 from lazymerge.conversions.naming import select
+from lazymerge.conversions.quantised import refuse_cast
 from lazymerge.conversions.tying import tie
-from lazymerge.errors import PlanError, SourceError
+from lazymerge.errors import OutputError, PlanError, SourceError
 from lazymerge.files.dtype import DType
 from lazymerge.files.size import format_size, parse_size
 from lazymerge.formats.staged import STAGE, Staged
@@ -48,6 +50,11 @@ class Options:
     lora: LoraOptions = field(default_factory=LoraOptions)
     adapters: Sequence[str] = ()
 
+    @property
+    def cast(self) -> DType | None:
+        """The type to cast to; `PlanError` for what is none."""
+        return None if self.dtype is None else parse_dtype(str(self.dtype))  # a torch.dtype will do
+
     def identity(self) -> dict[str, Any]:
         """What decides the bytes of the result, but for which tensors are wanted."""
         return {
@@ -64,13 +71,14 @@ class Converted:
     """A checkpoint as it will be written, all of it.
 
     `config_changes` are fields that its config.json has to have instead of what the sidecars' one says.
-    `adapters` are written beside it, `folded` are in it, with their weights; `unchanged` says that these
-    changed nothing.
+    `wide` has the names of what stays in float32, as `Architecture` has them. `adapters` are written beside
+    it, `folded` are in it, with their weights; `unchanged` says that these changed nothing.
     """
 
     checkpoint: Checkpoint
     sidecars: Sidecars
     config_changes: Mapping[str, Any] = field(default_factory=dict)
+    wide: Mapping[str, Sequence[str]] = field(default_factory=dict)
     adapters: Sequence[Adapter] = ()
     folded: Sequence[tuple[Adapter, float]] = ()
     unchanged: bool = False
@@ -120,7 +128,7 @@ def prepare(checkpoint: Checkpoint, options: Options, hf_config: Path | None) ->
     """Convert and plan: everything that can be refused is refused here."""
     if options.output_format not in {SAFETENSORS, BIN}:
         raise PlanError(f"--output-format {options.output_format!r}", f"choose {SAFETENSORS} or {BIN}")
-    dtype = None if options.dtype is None else parse_dtype(str(options.dtype))  # a torch.dtype will do
+    dtype = options.cast
     shard_size = parse_size(options.max_shard_size)
     converted = convert(checkpoint, options, hf_config)
     front = "" if options.lora.mode == ONLY else ADAPTERS
@@ -130,7 +138,8 @@ def prepare(checkpoint: Checkpoint, options: Options, hf_config: Path | None) ->
     checkpoint = select(whole, options.include, options.exclude)
     named = config_dtype(converted.sidecars.config)
     if dtype is not None:
-        checkpoint = cast_to(checkpoint, dtype)
+        refuse_cast(checkpoint, converted.config)
+        checkpoint = cast_to(checkpoint, dtype, converted.wide)
     else:
         checkpoint = _note_dtype(checkpoint, named)
     checkpoint = checkpoint.with_notes(*converted.sidecars.notes)
@@ -153,6 +162,19 @@ def prepare(checkpoint: Checkpoint, options: Options, hf_config: Path | None) ->
     return Prepared(model, plan, converted.config, small, files, told, converted.unchanged)
 
 
+def refuse_adapter_in(folder: Path, prepared: Prepared) -> None:
+    """Refuse a whole model beside an adapter of something else, which loaders would put on it."""
+    if not prepared.checkpoint.gathers:
+        return
+    names = (CONFIG_OF_ADAPTER, WEIGHTS, BIN_OF_ADAPTER)
+    stray = next((name for name in names if (folder / name).exists()), None)
+    if stray is not None:
+        raise OutputError(
+            f"{folder}: holds {stray}, and transformers would put that adapter on the model that is written",
+            "give another folder for the result, or remove the adapter's files",
+        )
+
+
 def convert(checkpoint: Checkpoint, options: Options, hf_config: Path | None) -> Converted:
     """The checkpoint under the hub's names, tied as its config says; as it is, if the stage ends before."""
     for stage in options.stages:
@@ -170,20 +192,24 @@ def convert(checkpoint: Checkpoint, options: Options, hf_config: Path | None) ->
     if options.lora.mode == ONLY or (parts.adapters and not parts.base.gathers):
         if adapters:
             raise PlanError("--adapter: no base is written that it could be folded into", "leave it away")
-        return Converted(parts.base.with_gathers({}), sidecars, adapters=parts.adapters)
+        unwanted = dict.fromkeys(parts.base.gathers, f"--lora {ONLY}")
+        return Converted(parts.base.with_gathers({}, left_out=unwanted), sidecars, adapters=parts.adapters)
     hub = to_hub(parts.base, sidecars.config, options.hub, _code(sidecars, options))
     config, changes = {**(sidecars.config or {}), **hub.config_changes}, dict(hub.config_changes)
     checkpoint, unchanged = hub.checkpoint, False
     if options.lora.mode == FOLD:
         adapters = [*((each, 1.0) for each in parts.adapters), *adapters]
     if adapters:
-        from lazymerge.conversions.adapters.fold import fold
+        from lazymerge.conversions.adapters.result import fold_into
 
-        folded = fold(checkpoint, adapters, config)
+        folded = fold_into(hub, adapters, config, options.hub, _code(sidecars, options), options.cast)
         checkpoint, unchanged = folded.checkpoint, folded.unchanged
         config, changes = {**config, **folded.config_changes}, {**changes, **folded.config_changes}
     beside = parts.adapters if options.lora.mode == EXTRACT else ()
-    return Converted(tie(checkpoint, config), sidecars, changes, beside, adapters, unchanged)
+    if hub.architecture is None:
+        checkpoint = tie(checkpoint, config)
+    wide = {} if hub.architecture is None else hub.architecture.wide
+    return Converted(checkpoint, sidecars, changes, wide, beside, adapters, unchanged)
 
 
 def _refuse_conversions(options: Options) -> None:
@@ -224,6 +250,9 @@ def _sidecars(converted: Converted, options: Options, dtype: DType | None) -> di
         return files
     files = {_SIDECARS_OF_STAGE + name: content for name, content in files.items()}
     staged = Staged(converted.checkpoint.format, converted.checkpoint.settings)
+    told = recorded(converted.checkpoint)  # what the next stage has to know of LoRA
+    if told is not None:
+        files[told.name] = told
     return {**files, STAGE: staged.to_json()}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lazymerge.checkpoint import Checkpoint
@@ -12,12 +12,12 @@ from lazymerge.errors import VerificationError
 from lazymerge.formats.huggingface import read_model
 from lazymerge.gather import Gather
 from lazymerge.manifest import OnBytes, drop_cached, make_manifest, write_manifest
-from lazymerge.structure import check_structure
 
 
 def verify_result(
     checkpoint: Checkpoint,
     folder: Path,
+    names: Sequence[str],
     beside: Mapping[str, Mapping[str, Gather]] | None = None,
     *,
     max_ram: int | None = None,
@@ -26,16 +26,13 @@ def verify_result(
 ) -> None:
     """Reread what a merge has published in `folder`, compare it bytewise, and leave a manifest there.
 
-    `checkpoint` is what was planned: converted, selected, cast; `beside` are the tensors of further files, by
-    file. The result is read from the disk, not from memory, and once. Raises `VerificationError` naming the
-    first difference.
+    `checkpoint` is what was planned: converted, selected, cast; `names` are all files of the result, `beside`
+    the tensors of those that are no part of the model, by file. The result is read from the disk, not from
+    memory, and once. Raises `VerificationError` naming the first difference.
     """
     digests: Mapping[str, str] = {}
     parts = [(folder / name, Checkpoint(dict(gathers), "")) for name, gathers in (beside or {}).items()]
     if checkpoint.gathers:
-        problems = check_structure(folder)
-        if problems:
-            raise _failed(folder, str(problems[0]), len(problems))
         parts.insert(0, (folder, checkpoint))
     for path, expected in parts:
         tensors, files = read_model(path)
@@ -55,7 +52,7 @@ def verify_result(
         digests = comparison.digests if expected is checkpoint else digests
     for source in checkpoint.files:
         source.check_unchanged()
-    write_manifest(folder, make_manifest(folder, digests, workers=workers))
+    write_manifest(folder, make_manifest(folder, digests, names=names, workers=workers))
 
 
 def _failed(folder: Path, first: str, count: int) -> VerificationError:

@@ -17,6 +17,7 @@ from typing import Any
 
 from lazymerge.checkpoint import Note
 from lazymerge.errors import DamagedFile, SourceError
+from lazymerge.files.json_text import bounded
 from lazymerge.files.local import LocalFile
 
 CONFIG = "config.json"
@@ -135,7 +136,7 @@ def _in_hub_cache(path: Path) -> bool:
     """Whether it is a link in the hub's cache: ``snapshots/REVISION/NAME -> ../../blobs/HASH``."""
     for folder in path.parents[:2]:  # NAME may be in a folder of its own
         if folder.parent.name == "snapshots":
-            return path.resolve().parent == (folder.parent.parent / "blobs").resolve()
+            return path.resolve().parent == folder.parent.parent.resolve() / "blobs"  # no link itself
     return False
 
 
@@ -190,7 +191,7 @@ def _bytes(path: Path) -> bytes:
 def _parse(path: Path) -> dict[str, Any]:
     raw = _bytes(path)
     try:
-        content = json.loads(raw.decode())  # as loaders read it: no byte order mark, no UTF-16
+        content = json.loads(bounded(raw.decode()))  # as loaders read it: no byte order mark, no UTF-16
     except (ValueError, RecursionError) as error:
         reason = str(error) if isinstance(error, json.JSONDecodeError) else "not UTF-8, or nested too deep"
         raise DamagedFile(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lazymerge.errors import LazymergeError
+from lazymerge.files.json_text import bounded
 from lazymerge.files.local import Descriptors, LocalFile
 from lazymerge.files.region import Region
 from lazymerge.files.safetensors_file import read_metadata, read_safetensors
@@ -124,7 +125,7 @@ def _read_index(path: Path) -> dict[str, Any]:
     """The index; `ValueError` if it is none."""
     if path.stat().st_size > _LARGEST_INDEX:
         raise ValueError(f"{path.stat().st_size} bytes")
-    content = json.loads(path.read_bytes())
+    content = json.loads(bounded(path.read_bytes()))
     if not isinstance(content, dict) or not isinstance(content.get("metadata", {}), dict):
         raise ValueError("no JSON object with metadata")
     places = content.get("weight_map")

@@ -2,6 +2,7 @@
 
 Both sides may be anything that lazymerge opens. Unless they have the same names and shapes already, both are
 brought to the hub's names in the way of a merge, so that what is compared is what a merge would write.
+LoRA is taken out of both before, and compared too.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,15 @@ from lazymerge import api
 from lazymerge.checkpoint import Checkpoint
 from lazymerge.compare import compare
 from lazymerge.comparison import CompareOptions, Comparison
-from lazymerge.conversions.adapters.trained import BASE, LoraOptions
 from lazymerge.conversions.hub import HubOptions
-from lazymerge.errors import PlanError, SourceError
+from lazymerge.errors import NotACheckpoint, PlanError, SourceError, UnsupportedCheckpoint
 from lazymerge.files.size import parse_size
 from lazymerge.forward import ForwardReport, compare_logits
+from lazymerge.gather import Gather
 from lazymerge.manifest import ManifestReport, OnBytes, check_manifest, has_manifest
-from lazymerge.prepare import Options, convert
+from lazymerge.prepare import ADAPTERS, Options, convert
 from lazymerge.report import Meter, OnProgress
+from lazymerge.sides import Side, adapters_in, differing_settings, taken_apart, tensors
 from lazymerge.structure import Problem, check_structure
 
 STAGE = "verify"
@@ -81,6 +83,7 @@ def verify(
     exact: bool = False,
     accept_rounding: bool = False,
     max_mismatches: int = 20,
+    base_only: bool = False,
     forward: bool = False,
     component: str = "actor",
     fsdp_version: int | None = None,
@@ -106,6 +109,7 @@ def verify(
     exact            equal is what has the same bytes
     accept_rounding  different types are compared, with what rounding to the coarser one explains
     max_mismatches   how many differences of each kind are listed; all are counted
+    base_only        LoRA is not compared, on whichever side it is
     forward          also run both folders in transformers and compare their logits
 
     The others are as in `merge`. Returns a `VerifyReport`, whose `same` is the answer; raises
@@ -120,7 +124,7 @@ def verify(
     manifest = comparison = logits = None
     left_out: dict[str, str] = {}
     if against is None:
-        if forward or exact or accept_rounding or atol is not None or rtol is not None:
+        if forward or base_only or exact or accept_rounding or atol is not None or rtol is not None:
             raise PlanError("nothing to compare with", "give the other checkpoint with --against")
         folder = _folder(src)
         structure = check_structure(folder)
@@ -133,24 +137,30 @@ def verify(
             "world_size": world_size,
             "hf_config": hf_config,
         }
-        first = api.open(src, backend=backend, **settings)  # type: ignore[arg-type]
-        sides = first, api.open(against, **settings)  # type: ignore[arg-type]
-        one, other = sides
-        if _shapes(one) != _shapes(other):  # else both have one form, whichever it is
-            hub = HubOptions(
-                family,
-                (param_mapping,) if isinstance(param_mapping, str) else tuple(param_mapping),
-                tie_word_embedding,
-                is_value_model,
-                check=False,
-            )
-            linked = Path(hf_config) if hf_config else None
-            # what one of them lacks, such as config.json of bare rank files, the other may have
-            both = [this.with_sidecars(*that.sidecars) for this, that in (sides, sides[::-1])]
-            one, other = (_converted(side, hub, trust_remote_code, linked) for side in both)
-        left_out = {**one.left_out, **other.left_out}
-        comparison = compare(one, other, options, max_ram=budget, workers=workers, on_bytes=_told(meter))
-        for file in (*sides[0].files, *sides[1].files):
+        opened = _opened(src, {**settings, "backend": backend}), _opened(against, settings)
+        one, other = sides = _taken_apart(*opened)
+        mapping = (param_mapping,) if isinstance(param_mapping, str) else tuple(param_mapping)
+        hub = HubOptions(family, mapping, tie_word_embedding, is_value_model, check=False)
+        bases = _alike(sides, hub, trust_remote_code, Path(hf_config) if hf_config else None)
+        left_out = {**bases[0].left_out, **bases[1].left_out}
+        if base_only:
+            places = {f"{ADAPTERS}{at}" for side in sides for at in side.adapters}
+            left_out |= dict.fromkeys(sorted(places), "--base-only")
+        else:
+            bases = _with(bases[0], tensors(one, other)), _with(bases[1], tensors(other, one))
+        if not bases[0].gathers and not bases[1].gathers:
+            what, hint = ("tensor", "give checkpoints that hold some")
+            if base_only:
+                what, hint = "base model", "verify without --base-only"
+            raise PlanError(f"{src} and {against}: nothing to compare: neither has a {what}", hint)
+        known = () if base_only else differing_settings(one, other)
+        on_bytes = _told(meter)
+        comparison = compare(*bases, options, max_ram=budget, workers=workers, known=known, on_bytes=on_bytes)
+        if not base_only and bool(one.adapters) != bool(other.adapters):
+            hint = "only one side has LoRA; --base-only compares the bases alone"
+            comparison = replace(comparison, hint="; ".join(filter(None, (comparison.hint, hint))))
+        read = [file for side in sides for adapter in side.adapters.values() for file in adapter.files]
+        for file in {*opened[0].files, *opened[1].files, *read}:
             file.check_unchanged()
         if forward:
             logits = compare_logits(Path(src), Path(against), trust_remote_code=trust_remote_code)
@@ -167,14 +177,55 @@ def verify(
     )
 
 
+def _opened(src: api.Pathlike, settings: Mapping[str, Any]) -> Checkpoint:
+    """The checkpoint at a path, unread; one without tensors if there is nothing but adapters of PEFT's."""
+    try:
+        return api.open(src, **settings)
+    except NotACheckpoint:
+        folder = Path(src)
+        if not adapters_in(folder):
+            raise
+        return Checkpoint({}, "peft", sidecars=(folder,))
+
+
+def _taken_apart(one: Checkpoint, other: Checkpoint) -> tuple[Side, Side]:
+    """Bases and adapters; whole, if both have one form with something of PEFT's in it that is not LoRA."""
+    try:
+        return taken_apart(one), taken_apart(other)
+    except UnsupportedCheckpoint:
+        if _shapes(one) != _shapes(other):
+            raise
+        return Side(one, {}), Side(other, {})
+
+
+def _alike(
+    sides: tuple[Side, Side], hub: HubOptions, trust_remote_code: bool, linked: Path | None
+) -> tuple[Checkpoint, Checkpoint]:
+    """The bases as they are, if both have one form, whichever it is; else under hub names."""
+    one, other = (side.base for side in sides)
+    if _shapes(one) == _shapes(other):
+        return one, other
+    # what one of them lacks, such as config.json of bare rank files, the other may have
+    both = one.with_sidecars(*other.sidecars), other.with_sidecars(*one.sidecars)
+    return (
+        _converted(both[0], hub, trust_remote_code, linked),
+        _converted(both[1], hub, trust_remote_code, linked),
+    )
+
+
 def _converted(
     checkpoint: Checkpoint, hub: HubOptions, trust_remote_code: bool, linked: Path | None
 ) -> Checkpoint:
     """The checkpoint under hub names; options that are Megatron's are for a side that is."""
+    if not checkpoint.gathers:
+        return checkpoint
     if checkpoint.format != "megatron":
         hub = HubOptions(check=False)
-    options = Options(hub=hub, trust_remote_code=trust_remote_code, lora=LoraOptions(BASE))
-    return convert(checkpoint, options, linked).checkpoint
+    return convert(checkpoint, Options(hub=hub, trust_remote_code=trust_remote_code), linked).checkpoint
+
+
+def _with(checkpoint: Checkpoint, more: Mapping[str, Gather]) -> Checkpoint:
+    return checkpoint.with_gathers({**checkpoint.gathers, **more})
 
 
 def _shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:

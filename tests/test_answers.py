@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +19,7 @@ ANSWER = {
     "class_name": "LlamaForCausalLM",
     "shapes": {"model.norm.weight": [8]},
     "tied": {},
+    "wide": {},
     "optional": [],
     "ignored": [],
     "swappable": [],
@@ -80,6 +83,43 @@ def test_a_damaged_answer_is_asked_again(asked, tmp_path, content):
     assert len(asked) == 2
 
 
+def test_a_flipped_bit_is_damage_though_it_is_json(asked, tmp_path):
+    architecture.expected(CONFIG)
+    (path,) = kept(tmp_path)
+    path.write_text(path.read_text().replace("[8]", "[9]"))
+    assert architecture.expected(CONFIG).shapes == {"model.norm.weight": (8,)}
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize("mode", [0o602, 0o620])
+def test_what_others_may_write_is_not_read(asked, tmp_path, mode):
+    architecture.expected(CONFIG)
+    (path,) = kept(tmp_path)
+    path.chmod(mode)
+    architecture.expected(CONFIG)
+    assert len(asked) == 2
+
+
+def test_what_somebody_else_put_there_is_not_read(asked, tmp_path, monkeypatch):
+    architecture.expected(CONFIG)
+    monkeypatch.setattr(answers.os, "geteuid", lambda: os.getuid() + 1)
+    architecture.expected(CONFIG)
+    assert len(asked) == 2
+
+
+def test_the_answer_of_other_code_is_not_taken(asked, monkeypatch):
+    architecture.expected(CONFIG)
+    monkeypatch.setattr(answers, "_digest_of_code", lambda: "other")
+    architecture.expected(CONFIG)
+    assert len(asked) == 2
+    assert all(Path(answers.__file__).with_name(f"{name}.py").is_file() for name in answers._CODE)
+
+
+def put(path, content):
+    """Another answer in the file, as if it had been kept."""
+    path.write_bytes(answers._checksum(content.encode()) + b"\n" + content.encode())
+
+
 def changed(**parts):
     return json.dumps({**ANSWER, **parts})
 
@@ -94,6 +134,10 @@ def changed(**parts):
         changed(ignored=[1]),
         changed(tied=[]),
         changed(tied={"a": 1}),
+        changed(tied={"a": "a"}),
+        changed(tied={"a": "b", "b": "c", "c": "b"}),
+        changed(wide=[]),
+        changed(wide={"bfloat16": "a"}),
         changed(parts=[]),
         changed(parts={"visual": "a"}),
         changed(shapes={}),
@@ -111,7 +155,7 @@ def changed(**parts):
 def test_an_answer_that_is_none_is_asked_again_and_replaced(asked, tmp_path, content):
     architecture.expected(CONFIG)
     (path,) = kept(tmp_path)
-    path.write_text(content)
+    put(path, content)
     for _ in range(2):
         assert architecture.expected(CONFIG).shapes == {"model.norm.weight": (8,)}
     assert len(asked) == 2
@@ -148,7 +192,7 @@ def test_a_damaged_explanation_is_asked_again(asked, tmp_path, content):
     (before,) = kept(tmp_path)
     first = refused(found, **{"model.norm.weight": (9,)})
     (path,) = set(kept(tmp_path)) - {before}
-    path.write_text(content)
+    put(path, content)
     assert refused(found, **{"model.norm.weight": (9,)}) == first
     assert len(asked) == 3
 

@@ -52,11 +52,17 @@ def modules_after(code: str, names: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def src(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A full state dict of 12 tensors, 480 kB, with a config."""
+    """A full state dict of 12 tensors, 480 kB, with the config of its model."""
+    import transformers
+
     folder = tmp_path_factory.mktemp("src")
+    sizes = {"hidden_size": 100, "intermediate_size": 99, "num_hidden_layers": 1, "vocab_size": 250}
+    config = transformers.LlamaConfig(
+        **sizes, num_attention_heads=5, architectures=["LlamaForCausalLM"], dtype="float32"
+    )
     torch.manual_seed(0)
-    torch.save({f"layer.{i}": torch.randn(100, 100) for i in range(12)}, folder / "model.pt")
-    (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "dtype": "float32"}')
+    torch.save(transformers.LlamaForCausalLM(config).state_dict(), folder / "model.pt")
+    (folder / "config.json").write_text(config.to_json_string())
     return folder
 
 
@@ -172,7 +178,8 @@ def test_the_page_shows_this_help():
 
 
 def test_the_public_names():
-    names = ["Checkpoint", "LazymergeError", "MergeReport", "Note", "Progress", "Topology", "merge", "open"]
+    names = ["Checkpoint", "LazymergeError", "MergeReport", "Note", "Progress", "Topology", "VerifyReport"]
+    names += ["merge", "open", "upload", "verify"]
     assert lazymerge.__all__ == names
     for name in names:
         assert getattr(lazymerge, name).__name__ == name

@@ -16,6 +16,7 @@ from tests.makers.dtensors import dtensors
 
 DRAW = torch.Generator().manual_seed(6)
 FLOATS = ["float64", "float32", "float16", "bfloat16"]
+NOT_CHECKED = "names are kept as they are, and not checked: config.json names no class (architectures)"
 UNCAST = ["int64", "int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2", "complex64"]
 
 
@@ -132,7 +133,8 @@ def test_fp32_where_the_config_says_a_half_type(tmp_path, config):
     state = {"x": torch.ones(1000, 1000), "ids": torch.arange(3)}
     report = lazymerge.merge(source(tmp_path / "src", state, config), tmp_path / "out")
     assert_same_model(tmp_path / "out", state)
-    (note,) = report.notes
+    unchecked, note = report.notes
+    assert unchecked.text == NOT_CHECKED
     (named,) = config.values()
     assert note.level == "info"
     assert f"--dtype {named}" in note.text
@@ -147,7 +149,7 @@ def test_fp32_where_the_config_says_a_half_type(tmp_path, config):
 def test_no_note_where_nothing_is_amiss(tmp_path, config, dtype):
     state = {"x": torch.ones(100).to(dtype), "norm": torch.ones(3)}
     report = lazymerge.merge(source(tmp_path / "src", state, config), tmp_path / "out")
-    assert report.notes == ()
+    assert [note.text for note in report.notes] == [NOT_CHECKED]
 
 
 def test_the_cast_that_the_note_advises(tmp_path):
@@ -155,7 +157,7 @@ def test_the_cast_that_the_note_advises(tmp_path):
     src = source(tmp_path / "src", state, {"dtype": "bfloat16", "x": 1})
     report = lazymerge.merge(src, tmp_path / "out", dtype="bfloat16")
     assert_same_model(tmp_path / "out", {"x": state["x"].bfloat16()})
-    assert report.notes == ()
+    assert [note.text for note in report.notes] == [NOT_CHECKED]
     assert (tmp_path / "out/config.json").read_bytes() == (src / "config.json").read_bytes()
 
 

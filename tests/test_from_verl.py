@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 import lazymerge
@@ -63,12 +65,35 @@ def test_a_second_time_replaces_the_first_as_there(checkpoint, tmp_path: Path):
     assert "is not empty" in done.stderr
 
 
-@pytest.mark.parametrize("flags", [["--tie-word-embedding"], ["--tie_word_embedding", "--is-value-model"]])
-def test_flags_that_are_megatrons(checkpoint, tmp_path: Path, flags: list[str]):
+def test_flags_that_do_nothing_there_either(checkpoint, tmp_path: Path):
+    """verl's merger takes them for every backend."""
     made = checkpoint("fsdp2-qwen2")
+    flags = ["--tie-word-embedding", "--is-value-model"]
     done = run("merge", "--backend", "fsdp", "--local_dir", made.leaf, "--target_dir", tmp_path / "o", *flags)
+    assert_merged(done, tmp_path / "o", made)
+    assert "--tie-word-embedding, --is-value-model: only for Megatron checkpoints" in done.stdout
+    done = run("merge", made.leaf, tmp_path / "p", "--force-shape-match", *flags)
     assert done.exit_code == 2
-    assert "--tie-word-embedding" in done.stderr
+    assert "--force-shape-match: only for Megatron" in done.stderr
+
+
+def test_a_model_of_the_hub_by_its_name(checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """--hf_model_path: what is in the local cache is taken, and nothing is downloaded."""
+    made = checkpoint("fsdp2-qwen2")
+    cache = tmp_path / "cache"
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    snapshot = cache / "models--Lab--Some-7B" / "snapshots" / "0123abcd"
+    shutil.copytree(made.sidecars, snapshot)
+    (snapshot / "generation_config.json").write_text('{"top_k": 7}')
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("0123abcd")
+    flags = ["merge", "--local_dir", made.leaf, "--target_dir", tmp_path / "out", "--hf_model_path"]
+    assert_merged(run(*flags, "Lab/Some-7B"), tmp_path / "out", made)
+    assert (tmp_path / "out" / "generation_config.json").read_text() == '{"top_k": 7}'
+    for name, words in (("Lab/Other-7B", "nothing is downloaded"), ("/no/such/folder", "no such folder")):
+        done = run(*flags, name)
+        assert done.exit_code == 2
+        assert words in done.stderr
 
 
 def test_megatron(tmp_path: Path):
@@ -145,5 +170,6 @@ def test_under_torchrun_one_rank_merges(checkpoint, tmp_path: Path):
             [*command, tmp_path / "out"], env=environment, capture_output=True, text=True, cwd=Path.cwd()
         )
         assert done.returncode == 0, done.stderr
+        assert ("note: rank 1 has nothing to do: rank 0 does all of it" in done.stderr) == (rank == "1")
         assert (tmp_path / "out").exists() == (rank == "0")
     assert_same_model(tmp_path / "out", made.truth, tied_away(made))

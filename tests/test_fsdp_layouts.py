@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import lazymerge
@@ -24,6 +25,8 @@ from tests.makers.old_torch import old_checkpoint
 FOUR = (("a", 4),)
 BOTH_ROWS = (Shard(0), Shard(0))
 DRAW = torch.Generator().manual_seed(3)
+UNCHECKED = "names are kept as they are, and not checked: "
+NO_CLASS = f"{UNCHECKED}config.json names no class (architectures)"
 
 
 def real(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -36,10 +39,35 @@ def real(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @pytest.mark.parametrize("name", [*RECIPES, *FULL_RECIPES])
 def test_a_sharded_model_is_what_went_in(checkpoint, tmp_path, name):
     made = checkpoint(name)
-    report = lazymerge.merge(made.root, tmp_path / "out", component=made.leaf.name)
-    assert_same_model(tmp_path / "out", made.truth, tied=tied_away(made))
-    assert report.notes == ()
+    options = {"lora_alpha": 16} if name == "fsdp2-lora" else {}
+    report = lazymerge.merge(made.root, tmp_path / "out", component=made.leaf.name, **options)
+    assert_same_model(tmp_path / "out", made.hub_truth, tied=tied_away(made))
+    assert [note.text for note in report.notes] == notes_on(name)
     assert list(report.left_out) == tied_away(made)
+    if name == "fsdp2-lora":
+        found = load_file(tmp_path / "out/lora_adapter/adapter_model.safetensors")
+        lora = {n.replace(".default.", "."): tensor for n, tensor in made.truth.items() if "lora_" in n}
+        assert_same_tensors(found, lora)
+
+
+def notes_on(name: str) -> list[str]:
+    """What the report of that recipe has to say."""
+    if "zoo" in name or name == "full-legacy":
+        return [f"{UNCHECKED}transformers has no class Zoo"]
+    if name == "fsdp2-moe":  # two layers of six experts, with three projections each
+        made = "model.layers.0.mlp.experts.down_proj as model.layers.0.mlp.experts.0.down_proj.weight"
+        return [
+            "4 tensors of the running model are written as the 36 that the hub has of them:"
+            f" {made} and others"
+        ]
+    if name == "fsdp2-lora":
+        return [
+            "base_model_name_or_path of the adapter is null:"
+            " neither config.json nor a --lora-config names it",
+            "the adapter 'default' is written with use_rslora false, which its files do not record;"
+            " --lora-config has the word of the training",
+        ]
+    return []
 
 
 @pytest.mark.parametrize(
@@ -228,7 +256,8 @@ def test_odd_tensors(odd_tensors_checkpoint, tmp_path):
     made = odd_tensors_checkpoint
     report = lazymerge.merge(made.root, tmp_path / "out")
     assert_same_model(tmp_path / "out", made.truth)
-    assert [note.tensor for note in report.notes] == ["differs"]
+    assert [note.text for note in report.notes if note.level == "info"] == [NO_CLASS]
+    assert [note.tensor for note in report.warnings] == ["differs"]
 
 
 def test_odd_tensors_in_the_legacy_container(tmp_path):
@@ -242,7 +271,7 @@ def test_several_meshes_in_a_file(odd_meshes_checkpoint, tmp_path):
     made = odd_meshes_checkpoint
     report = lazymerge.merge(made.root, tmp_path / "out")
     assert_same_model(tmp_path / "out", made.truth)
-    assert report.notes == ()
+    assert [note.text for note in report.notes] == [NO_CLASS]
 
 
 @pytest.mark.parametrize("rows", range(10))
@@ -326,7 +355,7 @@ def test_plain_entries_beside_shards_that_happen_to_be_equal(tmp_path):
     made = dtensors(tmp_path / "run", FOUR, entries)
     report = lazymerge.merge(made.root, tmp_path / "out")
     assert_same_model(tmp_path / "out", made.truth)
-    assert report.notes == ()
+    assert [note.text for note in report.notes] == [NO_CLASS]
 
 
 @pytest.mark.parametrize("differing", [1, 2, 3])
@@ -335,18 +364,37 @@ def test_a_plain_entry_that_differs(tmp_path, differing):
     made = dtensors(tmp_path / "run", FOUR, {"same": real(3), "rotary": PerRank(values)})
     report = lazymerge.merge(made.root, tmp_path / "out")
     assert_same_model(tmp_path / "out", made.truth)
-    (note,) = report.notes
-    assert (note.level, note.tensor) == ("warning", "rotary")
+    (note,) = report.warnings
+    assert note.tensor == "rotary"
     assert made.rank_file(differing).name in note.text
     with refused(InconsistentCheckpoint, "rotary", made.rank_file(differing).name, dst=tmp_path / "strict"):
         lazymerge.merge(made.root, tmp_path / "strict", strict=True)
+
+
+@pytest.mark.parametrize("equal", [False, True])
+def test_a_rank_of_another_save(tmp_path, equal):
+    """One that agrees with rank 0 in nothing is refused; where a copy is equal, it only drifted."""
+    entries = {
+        f"w{i}": PerRank(tuple(torch.full((3,), float(rank == 2)) for rank in range(4))) for i in range(3)
+    }
+    same = {"same": real(3)} if equal else {}
+    made = dtensors(tmp_path / "run", FOUR, {**entries, **same})
+    if equal:
+        report = lazymerge.merge(made.root, tmp_path / "out")
+        assert [note.tensor for note in report.warnings] == list(entries)
+    else:
+        other = made.rank_file(2).name
+        with refused(InconsistentCheckpoint, other, "all 3 tensors", "another save", dst=tmp_path / "out"):
+            lazymerge.merge(made.root, tmp_path / "out")
+        lazymerge.merge(made.root, tmp_path / "out", check_copies=False)
+    assert_same_model(tmp_path / "out", made.truth)
 
 
 def test_copies_need_not_be_compared(tmp_path):
     made = dtensors(tmp_path / "run", FOUR, {"rotary": PerRank(tuple(real(3) for _ in range(4)))})
     report = lazymerge.merge(made.root, tmp_path / "out", check_copies=False)
     assert_same_model(tmp_path / "out", made.truth)
-    assert report.notes == ()
+    assert [note.text for note in report.notes] == [NO_CLASS]
 
 
 def test_a_plain_entry_of_two_shapes(tmp_path):

@@ -18,6 +18,7 @@ from typing import Any
 import huggingface_hub
 import numpy as np
 import pytest
+import xxhash
 from huggingface_hub import constants
 from safetensors.numpy import save_file
 
@@ -32,6 +33,23 @@ WEIGHTS = [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
 NAMES = ["config.json", INDEX, "tokenizer.json", *reversed(WEIGHTS), MANIFEST]  # in no good order
 SOON = (0.0,) * 5
 TARGET = Target("lab/model")
+NO_BRANCHES = (
+    "..",
+    "a..b",
+    "",
+    "a b",
+    "-x",
+    "/x",
+    "x/",
+    "a//b",
+    ".x",
+    "x.lock",
+    "a~1",
+    "a^",
+    "a:b",
+    "@",
+    "a\n",
+)
 
 # The library hands files to httpx in a way that httpx warns of.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -68,9 +86,16 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def seal(folder: Path) -> None:
-    sizes = {name: {"size": (folder / name).stat().st_size} for name in NAMES if name != MANIFEST}
-    (folder / MANIFEST).write_text(json.dumps({"files": sizes}))
+def seal(folder: Path, **more: dict[str, Any]) -> None:
+    """The manifest of these files, as docs and module say it is made."""
+    files: dict[str, Any] = {}
+    for name in set(NAMES) - {MANIFEST}:
+        raw = (folder / name).read_bytes()
+        files[name] = {"size": len(raw), "xxh3_128": xxhash.xxh3_128_hexdigest(raw)}
+    content = {"manifest": 1, "lazymerge": "0", "files": {**files, **more}}
+    text = json.dumps(content, indent=2, sort_keys=True) + "\n"
+    content["checksum"] = xxhash.xxh3_128_hexdigest(text.encode())
+    (folder / MANIFEST).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -101,6 +126,10 @@ def test_the_files_of_the_result_alone_weights_first(
     assert commit.paths == [*WEIGHTS, "config.json", MANIFEST, "tokenizer.json", INDEX]
     assert commit.message == TARGET.commit_message and commit.ref == "main"
     total = sum(map(len, contents(folder).values()))
+    manifest = contents(folder)[MANIFEST]
+    read = [event for event in events if event.stage == "verify"]
+    assert read == events[: len(read)] and read[-1].done == read[-1].total == total - len(manifest)
+    events = events[len(read) :]
     done = [event.done for event in events]
     assert done == sorted(done) and done[0] == 0 and done[-1] == total
     assert {(event.stage, event.total) for event in events} == {("upload", total)}
@@ -211,9 +240,10 @@ def test_only_what_has_changed_is_sent(hub: FakeHub, folder: Path) -> None:
     upload(folder, NAMES, TARGET)
     save_file({"w1": np.ones((100, 2), np.float32) * 7}, folder / WEIGHTS[1])  # of the same size
     (folder / "config.json").write_text('{"model_type": "qwen2"}')  # likewise
+    seal(folder)
     upload(folder, NAMES, TARGET)
     assert hub.received[4:] == hashes(folder, WEIGHTS[1])
-    assert hub.commits[1].paths == [WEIGHTS[1], "config.json"]
+    assert hub.commits[1].paths == [WEIGHTS[1], "config.json", MANIFEST]
     assert hub.files("lab/model") == contents(folder)
 
 
@@ -323,6 +353,7 @@ def test_names_that_will_not_do(hub: FakeHub, name: str, kind: type[Exception], 
     [
         (Target("lab/model", private=True), "is public, and --private was given"),
         (Target("lab/model", revision="v1"), "--revision v1 is a tag or a commit"),
+        *((Target("lab/model", revision=name), "cannot be the name of a branch") for name in NO_BRANCHES),
         (
             Target("lab/model", revision="gone", create_pr=True),
             "has no branch gone, and --create-pr needs one",
@@ -424,36 +455,37 @@ def told(error: BaseException, said: str, hint: str = "") -> None:
 
 
 def test_a_result_that_was_not_verified(hub: FakeHub, folder: Path) -> None:
-    with open(folder / WEIGHTS[2], "ab") as file:
-        file.write(b"x")
-    with pytest.raises(
-        VerificationError, match=r"00003-of-00003\.safetensors: has \d+ bytes, and had \d+ when"
-    ):
-        upload(folder, NAMES, TARGET)
-    for broken in (b"", b"[]", b'{"files": {"config.json": 3}}', b"[" * 100_000):
-        (folder / MANIFEST).write_bytes(broken)
-        with pytest.raises(VerificationError, match="is no manifest"):
+    path, manifest = folder / WEIGHTS[2], folder / MANIFEST
+    whole, sealed = path.read_bytes(), manifest.read_bytes()
+    flipped = whole[:-1] + bytes([whole[-1] ^ 64])
+    for content, said in ((whole + b"x", "bytes, expected"), (flipped, "not those that were written")):
+        path.write_bytes(content)
+        with pytest.raises(VerificationError, match=rf"has changed .*00003-of-00003\.safetensors: .*{said}"):
             upload(folder, NAMES, TARGET)
-    (folder / MANIFEST).unlink()
+    path.write_bytes(whole)
+    unsealed = sealed.replace(b'"lazymerge": "0"', b'"lazymerge": "1"')
+    for broken in (b"", b"[]", b'{"files": {"config.json": 3}}', b"[" * 100_000, unsealed):
+        manifest.write_bytes(broken)
+        with pytest.raises(VerificationError, match="not what was written"):
+            upload(folder, NAMES, TARGET)
+    manifest.unlink()
     with pytest.raises(VerificationError, match="was not verified"):
         upload(folder, NAMES, TARGET)
     assert hub.requests == []
 
 
-@pytest.mark.parametrize("name", ["../secret", "linked.json", "gone.json", ".lazymerge"])
+@pytest.mark.parametrize("name", ["../secret", "linked.json", "gone.json", ".lazymerge", "./config.json"])
 def test_files_that_are_none_of_the_folder(hub: FakeHub, folder: Path, name: str) -> None:
     (folder.parent / "secret").write_text("secret")
     (folder / "linked.json").symlink_to(folder.parent / "secret")
-    listed = json.loads((folder / MANIFEST).read_bytes())
-    listed["files"][name] = {"size": 6}
-    (folder / MANIFEST).write_text(json.dumps(listed))
-    with pytest.raises(VerificationError, match="is no file of this folder"):
+    seal(folder, **{name: {"size": 6, "xxh3_128": xxhash.xxh3_128_hexdigest(b"secret")}})
+    with pytest.raises(VerificationError, match=r"is no file of this folder|an entry that is none"):
         upload(folder, [*NAMES, name], TARGET)
     assert hub.requests == []
 
 
 def test_files_that_were_not_verified(hub: FakeHub, folder: Path) -> None:
-    with pytest.raises(VerificationError, match=r"notes\.txt: has 15 bytes, and is not in the manifest"):
+    with pytest.raises(VerificationError, match=r"notes\.txt: is not in the manifest"):
         upload(folder, [*NAMES, "notes.txt"], TARGET)
     with pytest.raises(PlanError, match="nothing to upload"):
         upload(folder, [], TARGET)
@@ -461,7 +493,11 @@ def test_files_that_were_not_verified(hub: FakeHub, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "stray", ["model.safetensors", "model-00001-of-00007.safetensors", "pytorch_model.bin"]
+    "stray",
+    [
+        *("model.safetensors", "model-00001-of-00007.safetensors", "pytorch_model.bin"),
+        *("adapter_config.json", "adapter_model.safetensors", "lora_adapter/adapter_model.bin"),
+    ],
 )
 def test_weights_of_another_model_are_in_the_repository(hub: FakeHub, folder: Path, stray: str) -> None:
     hub.repos["lab/model"] = repo = Repo(private=False)

@@ -101,6 +101,42 @@ def test_the_source_has_changed(src: Path, out: Path, source, tmp_path: Path):
         lazymerge.merge(src, out)
 
 
+def test_another_source_is_another_job(src: Path, out: Path, source, tmp_path: Path):
+    part(src, out)
+    other = source(tmp_path / "other", {name: tensor + 1 for name, tensor in TRUTH.items()}, {})
+    with refused(OutputError, "is not empty", dst=out):
+        lazymerge.merge(other, out)
+    lazymerge.merge(other, out, overwrite=True)
+    assert_same_model(out, {name: tensor + 1 for name, tensor in TRUTH.items()})
+
+
+@pytest.mark.parametrize("first", ["safetensors", "bin"])
+def test_only_safetensors_grow(src: Path, out: Path, first: str):
+    part(src, out, output_format=first)
+    with refused(OutputError, "only safetensors can grow", dst=out):
+        lazymerge.merge(src, out, output_format="bin")
+
+
+@pytest.mark.parametrize("what", ["source", "part", "format"])
+def test_what_cannot_be_kept_is_replaced_where_it_may_be(src: Path, out: Path, source, what: str):
+    part(src, out)
+    truth, options = TRUTH, {}
+    if what == "source":
+        shutil.rmtree(src)
+        truth = {name: tensor + 1 for name, tensor in TRUTH.items()}
+        source(src, truth, {})
+    elif what == "part":
+        (out / "model.safetensors").write_bytes(b"x")
+    else:
+        options = {"output_format": "bin"}
+    lazymerge.merge(src, out, overwrite=True, **options)
+    if what == "format":
+        found = torch.load(out / "pytorch_model.bin")
+        assert found.keys() == truth.keys() and not (out / "model.safetensors").exists()
+    else:
+        assert_same_model(out, truth)
+
+
 def test_the_part_has_changed(src: Path, out: Path):
     part(src, out)
     with open(out / "model.safetensors", "r+b") as file:

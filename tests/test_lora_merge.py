@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import lazymerge
 from lazymerge.cli import cli
-from lazymerge.errors import InconsistentCheckpoint, PlanError
+from lazymerge.errors import BudgetError, InconsistentCheckpoint, PlanError
 from tests.checks import assert_same_model, assert_same_tensors, refused
 from tests.makers.peft_fsdp import PROMPT, MadeLora, peft_fsdp
 
@@ -81,6 +81,7 @@ def test_only(made: MadeLora, out: Path):
         "lazymerge-manifest.json",
     }
     assert "PeftModel.from_pretrained" in report.how_to_load
+    assert {name for name, why in report.left_out.items() if why == "--lora only"} == set(made.base)
     name = "adapter_model.safetensors"
     assert (out / name).read_bytes() == (made.reference() / name).read_bytes()
 
@@ -212,3 +213,40 @@ def test_folding_at_different_budgets_gives_the_same_bytes(made: MadeLora, tmp_p
         found.append(load_file(tmp_path / str(number) / "model.safetensors"))
     for each in found[1:]:
         assert_same_tensors(each, found[0])
+
+
+def test_folding_one_of_several_is_asked_for(made: MadeLora, source, tmp_path: Path, out: Path):
+    state = {name: tensor.clone() for name, tensor in made.trained.items()}
+    both = state | {name.replace(".default.", ".other."): t for name, t in state.items() if ".lora_" in name}
+    config = json.loads((made.sidecars / "config.json").read_text())
+    src = source(tmp_path / "src", both, config)
+    with refused(PlanError, "holds 2 adapters (default, other)", dst=out):
+        lazymerge.merge(src, out, lora="fold", lora_alpha=32)
+
+
+def test_what_was_recorded_goes_from_stage_to_stage(made: MadeLora, tmp_path: Path, out: Path):
+    """The trainer's file on alpha, which lies beside the rank files."""
+    lazymerge.merge(made.root, tmp_path / "merged", stage="merge")
+    lazymerge.merge(tmp_path / "merged", out, stage="convert", lora="fold")
+    lazymerge.merge(made.root, tmp_path / "at once", lora="fold")
+    assert_same_model(out, load_file(tmp_path / "at once/model.safetensors"))
+
+
+def test_a_fold_is_called_so(made: MadeLora, out: Path):
+    """Nothing that is said of an adapter's files is said where none are written."""
+    report = lazymerge.merge(made.root, out, lora="fold")
+    texts = [note.text for note in report.notes if "adapter" in note.text]
+    assert texts == [
+        "the adapter 'default' is folded in with use_rslora false, which its files do not record;"
+        " --lora-config has the word of the training"
+    ]
+
+
+def test_a_budget_for_verifying_is_refused_before_the_merge(made: MadeLora, out: Path, monkeypatch):
+    """Where merging would fit, and comparing would not."""
+    from lazymerge import compare
+
+    monkeypatch.setattr(compare, "_TEMPORARY", 10**12)
+    with refused(BudgetError, "comparing", dst=out):
+        lazymerge.merge(made.root, out, verify=True)
+    lazymerge.merge(made.root, out)

@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from lazymerge.errors import NotACheckpoint, OutputError
+from lazymerge.errors import NotACheckpoint, OutputError, SourceError
+from lazymerge.files.local import LocalFile
 from lazymerge.manifest import MANIFEST, check_manifest, make_manifest, write_manifest
 from lazymerge.structure import check_structure
 from tests.checks import raw
@@ -142,19 +143,33 @@ def test_an_appended_and_a_cut_byte_are_found(model, name):
     assert "is missing" in problems(model)[0]
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["more.safetensors", "pytorch_model.bin", "tokenizer.model", "modeling_x.py", "lora_adapter/x.json"],
-)
+STRAYS = [
+    *("more.safetensors", "MODEL.SAFETENSORS", "model.safetensors.1", "pytorch_model.bin", "x.bin.old"),
+    *("consolidated.00.pth", "x.pt", "x.pkl", "x.npz", "tf_model.h5", "flax_model.msgpack", "x.gguf", "x.so"),
+    *("__0_0.distcp", ".metadata", "model.ckpt.data-00000-of-00001", "modeling_x.py", "x.JSON", "merges.txt"),
+    *("tokenizer.model", "chat_template.jinja2", "lora_adapter/x.json", "deep/down/x.safetensors"),
+    *(".hidden/model.safetensors", ".x.bin", "additional_chat_templates/x.jinja"),
+]
+
+
+@pytest.mark.parametrize("name", STRAYS)
 def test_a_stray_file_is_found(model, name):
+    (model / name).parent.mkdir(parents=True, exist_ok=True)
     (model / name).write_bytes(b"x")
     assert problems(model) == [f"{name}: is not in the manifest"]
 
 
-def test_what_is_no_part_of_a_model_is_no_stray(model):
-    (model / "notes.md").write_text("x")
-    (model / ".cache").mkdir()
-    (model / ".cache" / "x.json").write_text("x")
+def test_a_folder_that_is_a_link_is_found(model, made):
+    (model / "more").symlink_to(made)
+    assert problems(model) == ["more: is not in the manifest"]
+
+
+@pytest.mark.parametrize("name", ["notes.md", "README.md", "LICENSE", "a.txt", "Notice", ".gitattributes"])
+def test_what_is_no_part_of_a_model_is_no_stray(model, name):
+    (model / name).write_text("x")
+    for folder in (".cache", ".git", ".lazymerge"):
+        (model / folder).mkdir()
+        (model / folder / "x.json").write_text("x")
     assert problems(model) == []
 
 
@@ -224,13 +239,34 @@ def test_what_is_no_manifest_is_a_problem_and_no_traceback(model, content):
     assert [problem.file for problem in report.problems] == [MANIFEST]
 
 
-def test_a_sealed_manifest_that_leads_outside_is_not_followed(model):
-    body = {"files": {"../x": {"size": 1, "xxh3_128": "0"}}, "lazymerge": "0", "manifest": 1}
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        *(
+            (name, "an entry that is none")
+            for name in ("../x", "/x", "", ".", "./config.json", "a//b", "x\0")
+        ),
+        *((f"\ud800{suffix}", "an entry that is none") for suffix in (".json", ".safetensors")),
+        ("a" * 5000, "is missing, or cannot be read"),
+        ("x\x1b[31m\n.json", "is missing, or cannot be read"),
+    ],
+)
+def test_a_sealed_manifest_with_hostile_names(model, name, found):
+    (model.parent / "x").write_text("x")
+    body = json.loads((model / MANIFEST).read_text())
+    del body["checksum"]
+    body["files"][name] = {"size": 1, "xxh3_128": "0"}
     text = json.dumps(body, indent=2, sort_keys=True) + "\n"
     body["checksum"] = xxhash.xxh3_128_hexdigest(text.encode())
     (model / MANIFEST).write_text(json.dumps(body, indent=2, sort_keys=True) + "\n")
-    (model.parent / "x").write_text("x")
-    assert problems(model) == [f"{MANIFEST}: not what was written (an entry that is none)"]
+    (problem,) = problems(model)
+    assert found in problem
+
+
+@pytest.mark.parametrize("name", ["\ud800.json", "x\0"])
+def test_a_name_that_no_file_has_is_no_bug(tmp_path, name):
+    with pytest.raises(SourceError, match="no name of a file"):
+        LocalFile(tmp_path / name)
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path):

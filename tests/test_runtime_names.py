@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,8 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 
 import lazymerge
 from lazymerge.boxes import Piece
@@ -24,8 +26,10 @@ from lazymerge.compute import read
 from lazymerge.conversions import architecture as module
 from lazymerge.conversions import meta_model, runtime_names
 from lazymerge.conversions.architecture import Architecture
+from lazymerge.conversions.dtypes import cast_to
 from lazymerge.conversions.expressions import Named, from_plain, to_plain
 from lazymerge.conversions.hub import HubOptions, to_hub
+from lazymerge.conversions.model_process import Contradiction
 from lazymerge.conversions.recording import recorded
 from lazymerge.conversions.runtime_names import Conversion, converted, to_hub_names
 from lazymerge.conversions.value_head import value_head_fields
@@ -38,7 +42,7 @@ from lazymerge.tensor import LazyTensor
 from lazymerge.tiling import check
 from tests.makers import tiny_models
 from tests.makers.dtensors import dtensors
-from tests.makers.layout import Made
+from tests.makers.layout import Made, edit_rank
 
 
 @pytest.fixture
@@ -51,6 +55,8 @@ def here(monkeypatch) -> list[dict[str, Any]]:
         code = None if request["code"] is None else Path(request["code"])
         try:
             answer = meta_model._answer(json.loads(json.dumps(request)), code)
+        except meta_model.Contradiction as error:
+            raise Contradiction(str(error), "mend it") from error
         except meta_model.Refused as error:
             raise InconsistentCheckpoint(str(error), "mend it") from error
         return None if "unknown" in answer else json.loads(json.dumps(answer))
@@ -406,10 +412,11 @@ def test_a_reverse_conversion_that_loses_a_tensor_is_told(monkeypatch):
         (None, "info", "there is no config.json"),
         ({}, "info", "names no class"),
         ({"architectures": ["NoSuchModel"]}, "info", "no class NoSuchModel"),
+        ({"architectures": ["LlamaForCausalLM"], "num_attention_heads": 0}, "warning", "ZeroDivisionError"),
         (
-            {"architectures": ["LlamaForCausalLM"], "model_type": "qwen2"},
+            {"architectures": ["LlamaForSquares"], "model_type": "llama"},
             "warning",
-            "whose model_type is llama",
+            "LlamaForTokenClassification, LlamaForSequenceClassification, and the tensors fit none of them",
         ),
     ],
 )
@@ -446,7 +453,9 @@ def test_copies_are_named_by_the_first_tensor_that_they_became(here, moe):
         copies=lambda: iter([Copy(name, piece, piece), Copy("model.norm.weight", piece, piece)]),
     )
     named = to_hub_names(given, config_of(saved))
-    first, other = [copy.name for copy in named.copies()]
+    copies = list(named.copies())
+    assert [copy.source for copy in copies] == [name, None]
+    first, other = [copy.name for copy in copies]
     assert first == "model.layers.0.mlp.experts.0.down_proj.weight"
     assert first in named
     assert other == "model.norm.weight"
@@ -459,6 +468,49 @@ def test_one_question_for_both_and_none_the_second_time(here, moe, tmp_path, mon
         found = hub_of(model.state_dict(), config_of(saved))
         assert set(found) == set(tensors_of(saved))
         assert len(here) == 1
+
+
+def test_a_kept_answer_that_does_not_fit_is_asked_again(here, moe):
+    model, saved = moe
+    found = runtime_names.architecture_and_conversion(config_of(saved), None)
+    assert found is not None
+    architecture, conversion = found
+    name = "model.layers.0.mlp.experts.0.up_proj.weight"
+    odd = replace(conversion, moves={**conversion.moves, name: ["view", conversion.moves[name], [7]]})
+    asked = len(here)
+    named = converted(checkpoint_of(model.state_dict()), architecture, odd)
+    assert len(here) == asked + 1
+    assert named[name].shape == tensors_of(saved)[name].shape
+
+
+def test_copies_of_each_tensor_of_a_join_are_compared():
+    state = {"a": torch.zeros(2, 3), "b": torch.zeros(2, 3)}
+    piece = next(in_memory(state["b"]).pieces()).region
+    joining = Conversion({"w": ["cat", 0, ["a", "b"]]}, {"a": (2, 3), "b": (2, 3)})
+    given = checkpoint_of(state, copies=lambda: iter([Copy("b", piece, piece)]))
+    (copy,) = converted(given, Architecture("Some", {"w": (4, 3)}), joining).copies()
+    assert (copy.name, copy.source) == ("w", "b")
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_replicas_that_differ_are_named_as_the_ranks_have_them(moe, tmp_path, strict):
+    model, saved = moe
+    entries = {name: (tensor, (Replicate(),)) for name, tensor in model.state_dict().items()}
+    made = dtensors(tmp_path / "run", (("ddp", 2),), entries)
+    shutil.copy(saved / "config.json", made.sidecars)
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+
+    def change(state: dict[str, Any]) -> None:
+        state[name]._local_tensor[3, 15, 5] += 1  # of expert 3 alone
+
+    edit_rank(made, 1, change)
+    if strict:
+        with pytest.raises(InconsistentCheckpoint, match=rf"{re.escape(name)} differs between"):
+            lazymerge.merge(made.root, tmp_path / "merged", strict=True)
+        return
+    (warning,) = lazymerge.merge(made.root, tmp_path / "merged").warnings
+    assert warning.text.startswith(f"{name} differs between")
+    assert_same(tmp_path / "merged", saved)
 
 
 DEEP = "a"
@@ -562,6 +614,27 @@ def test_a_critic_of_one_label_gets_names_for_it():
     assert value_head_fields(both, {"architectures": ["XForCausalLM"]}) == {}
 
 
+CRITICS = [("OlmoeForCausalLM", True), ("Gemma3ForCausalLM", False)]
+
+
+@pytest.mark.parametrize(("name", "moves"), CRITICS)
+def test_a_critic_whose_class_does_not_exist_is_converted_as_its_language_model(here, name, moves):
+    model = tiny_models.filled(getattr(transformers, name))
+    state = dict(model.state_dict())
+    del state["lm_head.weight"]
+    state |= {"score.weight": torch.randn(1, model.config.hidden_size), "score.bias": torch.ones(1)}
+    config = {**json.loads(model.config.to_json_string()), "architectures": [name]}
+    hub = to_hub(checkpoint_of(state), config, HubOptions())
+    assert "architectures" not in hub.config_changes
+    assert len(hub.config_changes["id2label"]) == 1
+    assert any(name in note.text and "score.weight" in note.text for note in hub.checkpoint.notes[:1])
+    assert hub.checkpoint.notes[0].level == "warning"
+    assert ("model.layers.0.mlp.experts.0.up_proj.weight" in hub.checkpoint) is moves
+    del state["model.norm.weight"]
+    with pytest.raises(IncompleteCheckpoint, match=r"model\.norm\.weight"):
+        to_hub(checkpoint_of(state), config, HubOptions())
+
+
 @pytest.mark.parametrize("differ", [False, True])
 def test_what_a_model_ties_is_written_once_if_it_is_equal(here, tmp_path, differ):
     model = tiny_models.filled(tiny_models.class_of("t5"))
@@ -574,6 +647,225 @@ def test_what_a_model_ties_is_written_once_if_it_is_equal(here, tmp_path, differ
     tied = set(state) - set(tensors_of(tmp_path / "saved"))
     assert set(found) == set(state) - tied | ({"encoder.embed_tokens.weight"} if differ else set())
     assert ("encoder.embed_tokens.weight" in found.left_out) is not differ
+
+
+TIED = ["MambaForCausalLM", "OpenAIGPTLMHeadModel", "CTRLLMHeadModel"]
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_the_class_says_what_its_embedding_is_called(here, name):
+    """No list of names knows these."""
+    model = tiny_models.filled(getattr(transformers, name))
+    config = {**json.loads(model.config.to_json_string()), "architectures": [name]}
+    ((head, embedding),) = model.all_tied_weights_keys.items()
+    state = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    assert set(hub_of(state, config)) == set(state) - {head}
+    alone = {key: tensor for key, tensor in state.items() if key != embedding}
+    assert set(hub_of(alone, config)) == set(state) - {head}
+    state[head] += 1
+    found = hub_of(state, config)
+    for key in (head, embedding):
+        assert torch.equal(found[key].materialize(), state[key])
+    (note,) = found.notes
+    assert (note.level, note.tensor) == ("warning", head)
+
+
+@pytest.mark.parametrize("key", ["qwen2_5_vl", "step3p7", "gemma3", "paligemma"])
+@pytest.mark.parametrize("names", ["hub", "runtime"])
+def test_a_head_alone_is_written_under_the_embeddings_name_of_its_form(here, tmp_path, key, names):
+    made = tiny_models.tiny(tiny_models.class_of(key)).config
+    made.tie_word_embeddings = made.text_config.tie_word_embeddings = True
+    model = tiny_models.class_of(key)(made)
+    model.save_pretrained(tmp_path)
+    state = dict(model.state_dict())
+    ((head, embedding),) = model.all_tied_weights_keys.items()
+    whole = set(state) - {head} if names == "runtime" else set(tensors_of(tmp_path))
+    del state[embedding]
+    assert set(hub_of(state, config_of(tmp_path), names=names)) == whole
+
+
+@pytest.mark.parametrize("left", ["lm_head.weight", "decoder.embed_tokens.weight"])
+def test_of_several_that_are_tied_one_is_enough(here, tmp_path, left):
+    model = tiny_models.filled(transformers.T5ForConditionalGeneration)
+    model.save_pretrained(tmp_path)
+    shared = {"shared.weight", *model.all_tied_weights_keys}
+    state = {name: each for name, each in model.state_dict().items() if name not in shared or name == left}
+    found = hub_of(state, config_of(tmp_path))
+    assert set(found) == set(tensors_of(tmp_path))
+    assert torch.equal(found["shared.weight"].materialize(), model.shared.weight)
+
+
+@pytest.mark.parametrize(
+    "name", ["Pop2PianoForConditionalGeneration", "MusicgenForConditionalGeneration", "InklingAudioModel"]
+)
+def test_odd_classes_are_merged_without_a_warning(here, tmp_path, name):
+    """A class that does not tie what config.json does; two text models; a part that knows of no ties."""
+    model = tiny_models.filled(getattr(transformers, name))
+    model.save_pretrained(tmp_path)
+    found = hub_of(model.state_dict(), config_of(tmp_path))
+    assert set(found) == set(tensors_of(tmp_path))
+    assert found.notes == ()
+
+
+def test_a_rename_never_replaces_a_tensor():
+    given = checkpoint_of({"a": torch.zeros(1), "b": torch.ones(1)})
+    with pytest.raises(InconsistentCheckpoint, match="a and b would both be b"):
+        given.renamed({"a": "b", "b": "b"})
+
+
+# ---- what config.json does not say, or says otherwise ----------------------------------------------------
+
+
+LOST = [None, "Qwen3MoeForCausalLM", [], ["AutoModelForCausalLM"], ["Foo", "Qwen3MoeForCausalLM"], ["Foo"]]
+
+
+@pytest.mark.parametrize("architectures", LOST, ids=str)
+def test_a_class_that_is_not_said_is_found_by_the_tensors(here, moe, architectures):
+    model, saved = moe
+    hub = to_hub(
+        checkpoint_of(model.state_dict()),
+        {**config_of(saved), "architectures": architectures},
+        HubOptions(),
+    )
+    assert set(hub.checkpoint) == set(tensors_of(saved))
+    assert hub.config_changes == {}
+    first = hub.checkpoint.notes[0]
+    assert first.level == "info"
+    assert "the tensors are those of Qwen3MoeForCausalLM" in first.text
+
+
+def test_the_prefix_of_fully_shard_goes(here, moe):
+    model, saved = moe
+    config = {**config_of(saved), "architectures": ["FSDPQwen3MoeForCausalLM"]}
+    hub = to_hub(checkpoint_of(model.state_dict()), config, HubOptions())
+    assert set(hub.checkpoint) == set(tensors_of(saved))
+    assert hub.config_changes == {"architectures": ["Qwen3MoeForCausalLM"]}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"model_type": "llama"}, "model_type is llama"), ({"dtype": "foo"}, "dtype is 'foo'")],
+)
+def test_a_config_that_contradicts_itself_is_refused(here, moe, change, said):
+    model, saved = moe
+    config = {**config_of(saved), **change}
+    with pytest.raises(InconsistentCheckpoint, match=said):
+        hub_of(model.state_dict(), config)
+    kept = hub_of(model.state_dict(), config, check=False)
+    assert list(kept) == list(model.state_dict())
+    assert [note.level for note in kept.notes] == ["warning"]
+
+
+# ---- quantised models and types ---------------------------------------------------------------------------
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@pytest.fixture(scope="module")
+def quantised(moe) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The experts as a folder of the hub has them in FP8."""
+    _, saved = moe
+    state = tensors_of(saved)
+    for name in [name for name in state if ".experts." in name]:
+        state[name] = state[name].to(torch.float8_e4m3fn)
+        state[f"{name}_scale_inv"] = torch.ones(1, 1)
+    return state, {**config_of(saved), "quantization_config": FP8}
+
+
+def test_a_quantised_folder_is_written_as_it_is(here, quantised):
+    state, config = quantised
+    found = to_hub(checkpoint_of(state, "huggingface"), config, HubOptions()).checkpoint
+    assert list(found) == list(state)
+    assert [note.text.split(":")[0] for note in found.notes] == [
+        "48 tensors are quantised (fp8) or go with one"
+    ]
+    without = {name: tensor for name, tensor in state.items() if name != "model.norm.weight"}
+    with pytest.raises(IncompleteCheckpoint, match=r"missing: model\.norm\.weight"):
+        hub_of(without, config)
+
+
+def packed(kind: str, name: str) -> dict[str, torch.Tensor]:
+    stem = name.removesuffix(".weight")
+    if kind == "gptq":
+        tails = {"qweight": torch.int32, "qzeros": torch.int32, "scales": torch.float16, "g_idx": torch.int32}
+        return {f"{stem}.{tail}": torch.zeros(2, 4, dtype=dtype) for tail, dtype in tails.items()}
+    more = {f"{name}.{tail}": torch.zeros(4) for tail in ("absmax", "quant_map")}
+    state = {f"{name}.quant_state.bitsandbytes__nf4": torch.zeros(9, dtype=torch.uint8)}
+    return {name: torch.zeros(64, 1, dtype=torch.uint8), **more, **state}
+
+
+@pytest.mark.parametrize("kind", ["gptq", "bitsandbytes"])
+def test_packed_tensors_are_not_missing_nor_too_many(here, moe, kind):
+    _, saved = moe
+    state: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors_of(saved).items():
+        state |= packed(kind, name) if "_proj.weight" in name else {name: tensor}
+    config = {**config_of(saved), "quantization_config": {"quant_method": kind}}
+    assert list(hub_of(state, config)) == list(state)
+
+
+def test_fused_blocks_of_mxfp4(here, tmp_path):
+    model = tiny_models.filled(tiny_models.class_of("gpt_oss"))
+    model.save_pretrained(tmp_path)
+    state: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors_of(tmp_path).items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            state[f"{name}_blocks"] = torch.zeros(4, 8, 1, 16, dtype=torch.uint8)
+            state[f"{name}_scales"] = torch.zeros(4, 8, 1, dtype=torch.uint8)
+        else:
+            state[name] = tensor
+    config = {**config_of(tmp_path), "quantization_config": {"quant_method": "mxfp4"}}
+    assert list(hub_of(state, config)) == list(state)
+
+
+def test_quantised_tensors_under_run_time_names_are_refused(here, moe):
+    model, saved = moe
+    state = {
+        name: tensor.to(torch.float8_e4m3fn) if ".experts." in name else tensor
+        for name, tensor in model.state_dict().items()
+    }
+    with pytest.raises(UnsupportedCheckpoint, match="quantised"):
+        hub_of(state, {**config_of(saved), "quantization_config": FP8})
+
+
+def test_a_config_that_says_quantised_of_what_is_not(here, moe):
+    model, saved = moe
+    found = hub_of(model.state_dict(), {**config_of(saved), "quantization_config": FP8})
+    assert set(found) == set(tensors_of(saved))
+    assert [note.level for note in found.notes] == ["info", "warning"]
+
+
+def test_a_quantised_folder_is_not_cast(source, quantised, tmp_path):
+    state, config = quantised
+    src = source(tmp_path / "src", state, {**config, "architectures": ["NobodysModel"], "model_type": None})
+    with pytest.raises(PlanError, match="quantised"):
+        lazymerge.merge(src, tmp_path / "out", dtype="bfloat16")
+
+
+ROUTERS = {
+    "deepseek_v4": "model.layers.1.ffn.gate.bias",
+    "step3p7": "model.layers.1.moe.router_bias",
+    "inkling2_loop_text": "model.llm.layers.1.mlp.gate.bias",
+}
+
+
+@pytest.mark.parametrize("key", ROUTERS)
+@pytest.mark.parametrize("form", ["runtime", "hub"])
+def test_a_router_bias_keeps_its_width_whatever_the_hub_calls_it(here, tmp_path, key, form):
+    model = tiny_models.filled(tiny_models.class_of(key))
+    model.save_pretrained(tmp_path)
+    state = dict(model.state_dict()) if form == "runtime" else tensors_of(tmp_path)
+    hub = to_hub(checkpoint_of(state), config_of(tmp_path), HubOptions())
+    assert hub.architecture is not None
+    cast = cast_to(hub.checkpoint, DTYPES["bfloat16"], hub.architecture.wide)
+    assert cast.gathers[ROUTERS[key]].dtype.name == "float32"
+    assert (
+        cast.gathers[
+            "model.embed_tokens.weight" if key != "inkling2_loop_text" else "model.llm.embed.weight"
+        ].dtype.name
+        == "bfloat16"
+    )
 
 
 # ---- expressions -----------------------------------------------------------------------------------------

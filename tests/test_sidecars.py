@@ -17,7 +17,8 @@ from lazymerge.errors import DamagedFile, SourceError
 from tests.checks import assert_same_model, refused
 
 STATE = {"x": torch.ones(4)}
-CONFIG = b'{\n  "architectures": ["LlamaForCausalLM"],\n  "dtype": "float32",\n  "rms_norm_eps": 1e-6\n}\n'
+NOT_CHECKED = "names are kept as they are, and not checked: config.json names no class (architectures)"
+CONFIG = b'{\n  "model_type": "toy",\n  "dtype": "float32",\n  "rms_norm_eps": 1e-6\n}\n'
 
 
 @pytest.fixture
@@ -278,7 +279,7 @@ def test_code_is_copied_and_not_run(remote, out):
     assert names(out) == {"config.json", "model.safetensors", *code}
     assert all((out / name).read_bytes() == (remote / name).read_bytes() for name in code)
     assert not {"configuration_x", "modeling_x", "helper"} & set(sys.modules)
-    assert report.notes == ()
+    assert [note.text for note in report.notes] == [NOT_CHECKED]
     assert "trust_remote_code=True" in report.how_to_load
 
 
@@ -296,7 +297,7 @@ def test_an_auto_map_that_names_no_code_here(remote, out, auto_map):
     (remote / "config.json").write_text(json.dumps({"auto_map": auto_map}))
     report = lazymerge.merge(remote, out)
     assert names(out) == {"config.json", "model.safetensors"}
-    assert report.notes == ()
+    assert [note.text for note in report.notes] == [NOT_CHECKED]
 
 
 def test_code_stays_out_of_other_folders(remote, tmp_path, out):

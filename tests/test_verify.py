@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,13 @@ from safetensors.torch import load_file, save_file
 
 from lazymerge import api
 from lazymerge.cli.verify import verify as command
-from lazymerge.errors import PlanError, SourceError, VerificationError
+from lazymerge.errors import (
+    LazymergeError,
+    PlanError,
+    SourceError,
+    UnsupportedCheckpoint,
+    VerificationError,
+)
 from lazymerge.manifest import MANIFEST, check_manifest
 from lazymerge.reread import verify_result
 from lazymerge.verification import verify
@@ -113,6 +120,18 @@ def test_what_cannot_be_compared_is_refused(reference, tmp_path):
         verify(reference, reference, max_workers=0)
 
 
+@pytest.mark.parametrize("indexed", [False, True])
+def test_a_view_whose_bytes_are_not_its_values_is_refused(reference, tmp_path, indexed):
+    name = "pytorch_model-00001-of-00001.bin" if indexed else "pytorch_model.bin"
+    torch.save({"x": torch.ones(3, dtype=torch.complex64).conj(), "y": torch.ones(2)}, tmp_path / name)
+    if indexed:
+        index = {"metadata": {}, "weight_map": {"x": name, "y": name}}
+        (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    with pytest.raises(UnsupportedCheckpoint, match="conjugated or negated") as error:
+        verify(tmp_path, reference)
+    assert "resolve_conj()" in error.value.hint
+
+
 def test_no_torch_and_little_memory_for_what_only_moves(tmp_path):
     """256 MB in one tensor, under a limit far below it."""
     torch.manual_seed(0)
@@ -152,13 +171,33 @@ def merged(checkpoint, tmp_path):
     return api.open(made.root), tmp_path / "merged"
 
 
+def names_of(folder):
+    """All files of a result, which nobody has put others beside yet."""
+    return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+
+
 def test_a_result_is_reread_and_gets_a_manifest(merged):
     source, folder = merged
-    found = verify_result(source, folder, workers=2)
-    assert found.same and found.tensors == len(source)
+    verify_result(source, folder, names_of(folder), workers=2)
     assert (folder / MANIFEST).is_file()
     assert check_manifest(folder).same
     assert verify(folder).manifest.tensors == len(source)
+
+
+def test_files_beside_a_result_are_reread_too(merged):
+    """The tensors of an adapter, which are no part of the model."""
+    source, folder = merged
+    (folder / "lora_adapter").mkdir()
+    name, place = "model.norm.weight", "lora_adapter/adapter_model.safetensors"
+    beside = {place: {"x": source.gathers[name]}}
+    save_file({"x": source[name].materialize()}, folder / place)
+    verify_result(source, folder, names_of(folder), beside)
+    assert check_manifest(folder).same
+    (folder / MANIFEST).unlink()
+    save_file({"x": source[name].materialize() + 1}, folder / place)
+    with pytest.raises(VerificationError, match=r"adapter_model\.safetensors.*values differ"):
+        verify_result(source, folder, names_of(folder), beside)
+    assert not (folder / MANIFEST).exists()
 
 
 def test_a_result_that_differs_gets_no_manifest(merged):
@@ -168,16 +207,33 @@ def test_a_result_that_differs_gets_no_manifest(merged):
     raw[-1] ^= 1
     victim.write_bytes(raw)
     with pytest.raises(VerificationError, match="values differ") as error:
-        verify_result(source, folder)
+        verify_result(source, folder, names_of(folder))
     assert error.value.exit_code == 3
     assert not (folder / MANIFEST).exists()
 
 
-def test_a_result_whose_files_do_not_fit_each_other_is_refused(merged):
+def test_a_result_whose_index_lies_is_refused(merged):
     source, folder = merged
-    shutil.copy(sorted(folder.glob("*.safetensors"))[0], folder / "model-00099-of-00099.safetensors")
-    with pytest.raises(VerificationError):
-        verify_result(source, folder)
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    first, *_, last = sorted(set(content["weight_map"].values()))
+    name = next(name for name, file in content["weight_map"].items() if file == first)
+    content["weight_map"][name] = last
+    index.write_text(json.dumps(content))
+    with pytest.raises(LazymergeError, match=re.escape(name)):
+        verify_result(source, folder, names_of(folder))
+    assert not (folder / MANIFEST).exists()
+
+
+def test_what_lies_beside_a_result_is_not_in_its_manifest(merged):
+    """Nor is it a reason to call the result wrong: a destination may hold files of the user's."""
+    source, folder = merged
+    names = names_of(folder)
+    (folder / "credentials.json").write_text("{}")
+    shutil.copy(sorted(folder.glob("*.safetensors"))[0], folder / "mine.safetensors")
+    verify_result(source, folder, names)
+    listed = json.loads((folder / MANIFEST).read_text())["files"]
+    assert set(listed) == set(names)
 
 
 # ------------------------------------------------------------------------------------ the command
@@ -243,8 +299,10 @@ def test_json_is_one_object_without_odd_numbers(checkpoint, model):
 
 def test_the_command_alone_checks_a_folder(merged):
     source, folder = merged
-    assert "no manifest" in run(folder).stdout
-    verify_result(source, folder)
+    done = run(folder)
+    assert done.exit_code == 0
+    assert done.stdout.startswith(f"warning: there is no {MANIFEST} to check")
+    verify_result(source, folder, names_of(folder))
     done = run(folder)
     assert done.exit_code == 0 and done.stdout.startswith("unchanged: ")
     (folder / "model-extra.safetensors").write_bytes(b"")

@@ -216,7 +216,7 @@ def test_names_and_shapes_that_differ_are_listed_and_the_rest_is_compared():
     one = of(same=torch.ones(2), extra=torch.ones(3), shape=torch.ones(2, 3), more=torch.ones(1))
     other = of(same=torch.ones(2), lost=torch.ones(4), shape=torch.ones(3, 2))
     found = compare(one, other)
-    assert found.counts == {"missing": 1, "extra": 2, "shape": 1, "dtype": 0, "values": 0}
+    assert found.counts == {"missing": 1, "extra": 2, "shape": 1, "dtype": 0, "values": 0, "setting": 0}
     assert [(each.kind, each.name, each.one, each.other) for each in found.differences] == [
         ("missing", "lost", None, "float32 [4]"),
         ("extra", "extra", "float32 [3]", None),

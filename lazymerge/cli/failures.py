@@ -35,6 +35,9 @@ def failures_told(as_json: bool, debug: bool) -> Iterator[None]:
         _stop(stop, as_json)
     except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
         raise  # click's own
+    except MemoryError:
+        limit = MemoryError("there is not enough memory for the metadata of this checkpoint")
+        _fail(limit, str(limit), "merge where there is more, or raise the limit (ulimit, cgroup)", 2, as_json)
     except Exception as error:
         if debug:
             traceback.print_exc()

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # numpy and all that reads checkpoints, which `--help` has no
     from lazymerge.comparison import Comparison, Difference
     from lazymerge.verification import VerifyReport
 
+MANIFEST = "lazymerge-manifest.json"  # lazymerge.output has it too, and imports what takes time
 _SHOWN = 60
 """Characters of a name in the table; the middle of a longer one is left out."""
 
@@ -63,6 +64,7 @@ _SHOWN = 60
     show_default=True,
     help="Differences of each kind to list; all are counted.",
 )
+@click.option("--base-only", is_flag=True, help="Leave LoRA out of the comparison, on whichever side it is.")
 @click.option(
     "--forward", is_flag=True, help="Also run both folders in transformers, in fp32, and compare the logits."
 )
@@ -165,6 +167,9 @@ def lines(report: VerifyReport) -> Iterator[str]:
         count = len(report.left_out)
         more = f", and {count - 1:,} more" if count > 1 else ""
         yield f"note: not compared: {printable(first)} ({printable(why)}){more}"
+    if report.other is None and report.manifest is None:
+        label = click.style("warning: ", fg="yellow", bold=True)
+        yield f"{label}there is no {MANIFEST} to check the files' bytes against; merge --verify writes one"
     yield _answer(report)
 
 
@@ -175,12 +180,14 @@ def _comparison(comparison: Comparison) -> Iterator[str]:
         ("shape", "Of other shapes"),
         ("dtype", "Of other dtypes"),
         ("values", "Of other values"),
+        ("setting", "Of other settings"),
     ):
         count = comparison.counts[kind]
         if not count:
             continue
         listed = [difference for difference in comparison.differences if difference.kind == kind]
-        yield f"{title}: {count:,} tensor{'s' if count != 1 else ''}"
+        what = "setting" if kind == "setting" else "tensor"
+        yield f"{title}: {count:,} {what}{'s' if count != 1 else ''}"
         yield from _table(kind, listed)
         if count > len(listed):
             yield f"  and {count - len(listed):,} more (--max-mismatches lists more)"
@@ -225,7 +232,7 @@ def _answer(report: VerifyReport) -> str:
     took = f"in {duration(report.seconds)}, {format_size(report.peak)} of memory"
     comparison, manifest = report.comparison, report.manifest
     if comparison is not None:
-        differing = sum(comparison.counts.values())
+        differing = comparison.differing
         all_of_them = comparison.tensors + differing - comparison.counts["values"]
         said = (
             f"{differing:,} of {all_of_them:,} tensors differ"
@@ -233,13 +240,14 @@ def _answer(report: VerifyReport) -> str:
             else f"equal: {comparison.tensors:,} tensors, {comparison.identical:,} of them byte for byte"
         )
         if not differing and not report.same:
-            said = "the weights are equal, the logits are not"
+            other = "logits" if comparison.same else "settings"
+            said = f"the weights are equal, the {other} are not"
         return f"{said} ({format_size(comparison.nbytes)} compared {took})"
     problems = len(report.structure) + (len(manifest.problems) if manifest else 0)
     if problems:
         return f"{problems:,} problem{'s' if problems != 1 else ''} found ({took})"
     if manifest is None:
-        return f"the files fit each other; there is no manifest to check their bytes against ({took})"
+        return f"the files fit each other; their bytes were not checked ({took})"
     return (
         f"unchanged: {manifest.files:,} files, {manifest.tensors:,} tensors"
         f" ({format_size(manifest.nbytes)} read {took})"

@@ -41,7 +41,9 @@ def source_options(command: Command) -> Command:
             callback=_always,
             help="Always so here.",
         ),
-        click.option("--hf-model-path", metavar="DIR", type=FOLDER, help="verl's name of --hf-config."),
+        click.option(
+            "--hf-model-path", metavar="DIR|ORG/NAME", type=FOLDER, help="verl's name of --hf-config."
+        ),
         click.option("--local-dir", metavar="DIR", type=FOLDER, help="verl's name of SRC."),
         click.option(
             "--backend",
@@ -85,12 +87,35 @@ def config_folder(hf_config: Path | None, hf_model_path: Path | None) -> Path | 
     """The folder of config and tokenizer, under either name."""
     if hf_config is not None and hf_model_path is not None and hf_config != hf_model_path:
         raise click.UsageError("--hf-model-path is --hf-config: give one of them")
-    return hf_config or hf_model_path
+    return hf_config or (hf_model_path and _downloaded(hf_model_path))
+
+
+def _downloaded(path: Path) -> Path:
+    """The folder, or where the hub's local cache has the model of that name; nothing is downloaded."""
+    if path.exists():
+        return path
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(path.as_posix(), "config.json")
+    except HFValidationError:  # no name of a model, so that it is a folder that is meant
+        return path
+    if isinstance(found, str):
+        return Path(found).parent
+    raise click.UsageError(
+        f"--hf-model-path {path}: no such folder, and no model in the local cache of the hub; nothing is"
+        f" downloaded here: hf download {path} --exclude '*.safetensors'"
+    )
 
 
 def is_idle_rank() -> bool:
-    """Whether torchrun has started this process beside another one that does the work.
+    """Whether torchrun has started this process beside another one that does the work; says so if it has.
 
     verl merges Megatron checkpoints under torchrun, on as many ranks as there are stages; here one is enough.
     """
-    return "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK", "0") != "0"
+    rank = os.environ.get("RANK", "0")
+    if "TORCHELASTIC_RUN_ID" not in os.environ or rank == "0":
+        return False
+    click.echo(f"note: rank {rank} has nothing to do: rank 0 does all of it", err=True)
+    return True

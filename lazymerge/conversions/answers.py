@@ -2,23 +2,29 @@
 
     $LAZYMERGE_CACHE, else $XDG_CACHE_HOME/lazymerge, else ~/.cache/lazymerge
 
-A file's name is a hash of the question and of the versions that answered it, so that nothing there ever
-grows old. A folder that cannot be read or written costs time and nothing else. Empty LAZYMERGE_CACHE:
-nothing is kept.
+A file's name is a hash of the question, of the versions that answered it and of the code that put it, so
+that nothing there ever grows old. It begins with a checksum of the rest. A file that is not the user's own,
+or that others may write, is not read: what it says decides bytes. A folder that cannot be read or written
+costs time and nothing else. Empty LAZYMERGE_CACHE: nothing is kept.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
+import stat
 import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import lazymerge
+
+_CODE = ("meta_model", "recording", "expressions", "architecture", "config_fields", "tied_names", "dtypes")
+"""The modules that decide an answer."""
 
 _LARGEST = 64 << 20
 """Bytes of an answer; DeepSeek-V3's has 3 MB."""
@@ -30,9 +36,13 @@ def remembered(question: str) -> Any:
     if path is None:
         return None
     try:
-        if not path.is_file() or path.stat().st_size > _LARGEST:
+        if not path.is_file():  # opening a pipe would wait
             return None
-        return json.loads(path.read_bytes())
+        with path.open("rb") as file:
+            if not _is_ours(os.fstat(file.fileno())):
+                return None
+            checksum, _, answer = file.read(_LARGEST).partition(b"\n")
+        return json.loads(answer) if checksum == _checksum(answer) else None
     except (OSError, ValueError, RecursionError):
         return None
 
@@ -46,8 +56,9 @@ def remember(question: str, answer: Any) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=".")
         try:
-            with os.fdopen(handle, "w") as file:
-                json.dump(answer, file)
+            content = json.dumps(answer).encode()
+            with os.fdopen(handle, "wb") as file:
+                file.write(_checksum(content) + b"\n" + content)
             Path(scratch).replace(path)
         except BaseException:
             Path(scratch).unlink(missing_ok=True)
@@ -61,8 +72,29 @@ def _path(question: str) -> Path | None:
     try:
         base = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
         folder = Path(given) if given else Path(base) / "lazymerge"
-        versions = [lazymerge.__version__, version("transformers"), version("torch")]
-    except (PackageNotFoundError, RuntimeError):  # the latter where nobody has a home
+        versions = [lazymerge.__version__, version("transformers"), version("torch"), _digest_of_code()]
+    except (PackageNotFoundError, RuntimeError, OSError):  # where nobody has a home, or there is no source
         return None
     key = hashlib.sha256(json.dumps([*versions, question]).encode()).hexdigest()
     return folder / "models" / f"{key}.json"
+
+
+def _is_ours(status: os.stat_result) -> bool:
+    """Whether a file is the user's own, written by nobody else, and of no unlikely size."""
+    if status.st_size >= _LARGEST:
+        return False
+    owner = getattr(os, "geteuid", lambda: status.st_uid)()  # Windows has none
+    return status.st_uid == owner and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _checksum(content: bytes) -> bytes:
+    return hashlib.sha256(content).hexdigest().encode()
+
+
+@functools.cache
+def _digest_of_code() -> str:
+    """Of the modules that decide an answer, as they are on the disk."""
+    digest = hashlib.sha256()
+    for name in _CODE:
+        digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())
+    return digest.hexdigest()

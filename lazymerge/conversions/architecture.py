@@ -31,6 +31,7 @@ from lazymerge.conversions.answers import remember, remembered
 from lazymerge.conversions.contradiction import are_fields, contradiction, listed
 from lazymerge.conversions.model_process import as_json
 from lazymerge.conversions.model_process import ask as _ask
+from lazymerge.conversions.quantised import without_quantised
 from lazymerge.errors import DamagedFile, LazymergeError
 
 Shape = tuple[int, ...]
@@ -49,6 +50,7 @@ class Architecture:
 
     shapes     name -> shape in elements, of tied ones too
     tied       name -> the one that it is tied to; either may be absent
+    wide       a half type -> what the loader of that type keeps in float32: names, numbers in them as 0
     optional   regular expressions of names that may be absent without loss
     ignored    regular expressions of names that a loader leaves: the class's own, and buffers not saved
     swappable  regular expressions of names whose last two dimensions the loader swaps where that fits
@@ -61,6 +63,7 @@ class Architecture:
     class_name: str
     shapes: Mapping[str, Shape]
     tied: Mapping[str, str] = field(default_factory=dict)
+    wide: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     optional: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     swappable: tuple[str, ...] = ()
@@ -135,6 +138,22 @@ def described(
     return {part: make(data[part]) for part, make in parts.items()}
 
 
+def classes(config: Mapping[str, Any]) -> list[str]:
+    """Classes that may be the model's where `expected` knows none: what `architectures` has behind a class
+    that transformers lacks, or what transformers lists for `model_type`. Raises as `expected`.
+    """
+    names = config.get("architectures")
+    if not isinstance(config.get("model_type"), str) and not (isinstance(names, list) and len(names) > 1):
+        return []
+    request = {"config": dict(config), "code": None, "classes": True}
+    key = as_json(request)
+    found = remembered(key)
+    if not _are_texts(found):
+        found = (_ask(request) or {}).get("classes", [])
+        remember(key, found)
+    return list(found)
+
+
 def why_unknown(config: Mapping[str, Any]) -> str:
     """Why `expected` gives None for this config: a clause for a note."""
     if not _names_a_class(config):
@@ -153,11 +172,12 @@ def check(checkpoint: Checkpoint, architecture: Architecture) -> Checkpoint:
     Raises `IncompleteCheckpoint` where tensors are missing, and `InconsistentCheckpoint` where there are
     misshapen or surplus ones; the message says which value of config.json would fit.
     """
-    found = compare(checkpoint, architecture)
+    found, notes = without_quantised(compare(checkpoint, architecture), checkpoint, architecture)
     if found.wrong:
         shapes = {name: gather.shape for name, gather in checkpoint.gathers.items()}
-        raise contradiction(shapes, architecture, found, _probable_fields)
-    return checkpoint.with_notes(*_notes(architecture, found))
+        forced = checkpoint.format == "megatron"
+        raise contradiction(shapes, architecture, found, _probable_fields, may_be_forced=forced)
+    return checkpoint.with_notes(*notes, *_notes(architecture, found))
 
 
 def differences(found: Mapping[str, Shape], architecture: Architecture) -> Differences:
@@ -169,9 +189,9 @@ def differences(found: Mapping[str, Shape], architecture: Architecture) -> Diffe
         if names and not any(n in found for n in names)
     }
     explained = {name for names in absent.values() for name in names}
-    for one, other in architecture.tied.items():
-        if one in found or other in found:
-            explained |= {one, other}
+    for names in tied_together(architecture.tied):
+        if any(name in found for name in names):
+            explained.update(names)
     optional = _pattern(architecture.optional)
     missing = [n for n in shapes if n not in found and n not in explained and not optional.search(n)]
     swappable = _pattern(architecture.swappable)
@@ -194,6 +214,18 @@ def differences(found: Mapping[str, Shape], architecture: Architecture) -> Diffe
         else:
             (surplus if name in inside else unknown).append(name)
     return Differences(tuple(missing), misshapen, tuple(surplus), absent, tuple(unknown), tuple(ignored))
+
+
+def tied_together(tied: Mapping[str, str]) -> list[list[str]]:
+    """The names that stand for one tensor each, the one that is saved first; `ValueError` for a circle."""
+    groups: dict[str, list[str]] = {}
+    for name, root in tied.items():
+        for _ in tied:
+            root = tied.get(root, root)
+        if root in tied:
+            raise ValueError(f"{name} is tied in a circle")
+        groups.setdefault(root, [root]).append(name)
+    return list(groups.values())
 
 
 def ignored_by(architecture: Architecture) -> Callable[[str], bool]:
@@ -299,7 +331,7 @@ def from_plain(data: Any, config: Mapping[str, Any], code: Path | None = None) -
     if not isinstance(data, dict):
         raise ValueError("no architecture")
     shapes, tied, parts = data.get("shapes"), data.get("tied"), data.get("parts")
-    patterns = {key: data.get(key) for key in _REGEXES}
+    wide, patterns = data.get("wide"), {key: data.get(key) for key in _REGEXES}
     if not (
         isinstance(data.get("class_name"), str)
         and isinstance(data.get("defaults"), dict)
@@ -310,9 +342,12 @@ def from_plain(data: Any, config: Mapping[str, Any], code: Path | None = None) -
         and _are_texts(list(tied.values()))
         and isinstance(parts, dict)
         and all(map(_are_texts, parts.values()))
+        and isinstance(wide, dict)
+        and all(map(_are_texts, wide.values()))
         and all(map(_are_texts, patterns.values()))
     ):
         raise ValueError("no architecture")
+    tied_together(tied)
     try:
         for each in patterns.values():
             _pattern(each or ())
@@ -322,6 +357,7 @@ def from_plain(data: Any, config: Mapping[str, Any], code: Path | None = None) -
         class_name=data["class_name"],
         shapes={name: tuple(shape) for name, shape in shapes.items()},
         tied=tied,
+        wide={dtype: tuple(names) for dtype, names in wide.items()},
         optional=tuple(data["optional"]),
         ignored=tuple(data["ignored"]),
         swappable=tuple(data["swappable"]),

@@ -25,6 +25,9 @@ _FUSED = {
 }
 """What tensors of several projections are called, besides all names with ``qkv`` or ``gate_up``."""
 
+_FLAG = "tie_word_embeddings"
+_TIES = " (which makes another model, unless it was trained with its head tied to its embedding)"
+
 _SHOWN = 5
 
 
@@ -33,10 +36,13 @@ def contradiction(
     architecture: Architecture,
     differences: Differences,
     probable_fields: Callable[[Architecture, Mapping[str, Shape]], list[Any]],
+    *,
+    may_be_forced: bool = False,
 ) -> LazymergeError:
     """The error for tensors that the config and the checkpoint, with the shapes `found`, do not agree on.
 
-    `probable_fields` gives the values of config.json that would fit, as `config_fields.explain` has them.
+    `probable_fields` gives the values of config.json that would fit, as `config_fields.explain` has them;
+    `may_be_forced` says that the user could have shapes changed.
     """
     said = []
     sizes = differences.misshapen.items()
@@ -56,7 +62,11 @@ def contradiction(
         clauses = list(_clauses(found, architecture, differences, probable_fields))
         hint = f"in config.json, {', and '.join(clauses)}" if clauses else ""
     hint = hint or "see whether config.json is this checkpoint's own"
-    if sizes and all(len(is_) == len(want) and not is_fused(name) for name, (is_, want) in sizes):
+    if (
+        may_be_forced
+        and sizes
+        and all(len(is_) == len(want) and not is_fused(name) for name, (is_, want) in sizes)
+    ):
         hint += "; --force-shape-match crops or pads to its shapes"
     hint += "; --no-check merges what is there"
     only_missing = not differences.misshapen and not differences.surplus
@@ -98,6 +108,7 @@ def _clauses(
         yield (
             " or ".join(f"{each['field']} = {json.dumps(each['fits'])}" for each in group)
             + f" would fit, it says {' and '.join(dict.fromkeys(json.dumps(each['is']) for each in group))}"
+            + (_TIES if any(each["field"].endswith(_FLAG) and each["fits"] for each in group) else "")
         )
 
 

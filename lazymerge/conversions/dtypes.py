@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection, Mapping
+
 from lazymerge import casting
 from lazymerge.checkpoint import Checkpoint, Note
 from lazymerge.errors import PlanError
@@ -14,6 +17,8 @@ _ALIASES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "half": "fl
 KEPT = ("e_score_correction_bias", "expert_bias")
 """Router biases: hub models keep them in fp32, and a rounded one routes tokens elsewhere."""
 
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
 
 def parse_dtype(name: str) -> DType:
     """The floating-point type of that name ("bf16", "torch.float32", ...); `PlanError` for any other."""
@@ -24,20 +29,31 @@ def parse_dtype(name: str) -> DType:
     return DTYPES[plain]
 
 
-def cast_to(checkpoint: Checkpoint, dtype: DType) -> Checkpoint:
-    """The checkpoint with its floating-point tensors in `dtype`; the others as they are."""
+def cast_to(
+    checkpoint: Checkpoint, dtype: DType, wide: Mapping[str, Collection[str]] | None = None
+) -> Checkpoint:
+    """The checkpoint with its floating-point tensors in `dtype`; the others as they are.
+
+    `wide` has the names of what the model's class keeps in float32, as `Architecture` has them.
+    """
     gathers, kept = {}, []
+    stays = frozenset((wide or {}).get(dtype.name, ()))
     for name, gather in checkpoint.gathers.items():
         floating = gather.dtype.name in FLOATS
-        if floating and name.rpartition(".")[2] in KEPT and dtype.itemsize < gather.dtype.itemsize:
+        stay = name.rpartition(".")[2] in KEPT or without_numbers(name) in stays
+        if floating and stay and dtype.itemsize < gather.dtype.itemsize:
             kept.append(name)
         elif floating:
             gather = cast(gather, dtype, name)
         gathers[name] = gather
-    notes = (
-        [Note("info", f"{len(kept)} router biases stay as they are, for example {kept[0]}")] if kept else []
-    )
+    text = f"{len(kept)} tensors stay in their type, as the model keeps them (router biases and the like)"
+    notes = [Note("info", f"{text}, for example {kept[0]}")] if kept else []
     return checkpoint.with_gathers(gathers, *notes)
+
+
+def without_numbers(name: str) -> str:
+    """The name that alike tensors of all layers and experts have in common."""
+    return _NUMBER.sub("0", name)
 
 
 def cast(gather: Gather, dtype: DType, name: str) -> Gather:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lazymerge.checkpoint import Checkpoint, Note
 from lazymerge.conversions.megatron.mapping import parse_mapping
-from lazymerge.conversions.value_head import value_head_fields, value_head_note
-from lazymerge.errors import InconsistentCheckpoint, LazymergeError, PlanError
+from lazymerge.errors import LazymergeError, PlanError
 
 if TYPE_CHECKING:  # what a merge of FSDP does not need is not imported for it
     from lazymerge.conversions.architecture import Architecture
@@ -57,6 +56,10 @@ class HubOptions:
         return [flag for flag, given in flags.items() if given]
 
 
+_IDLE = {"--tie-word-embedding", "--is-value-model"}
+"""Flags that verl's merger takes for every backend, and that do nothing but for Megatron."""
+
+
 def _hash(family: str | None) -> str | None:
     """Of the file that a family is in, if it is in one."""
     try:
@@ -67,10 +70,15 @@ def _hash(family: str | None) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Hub:
-    """The checkpoint under the hub's names, and the fields that its config.json has to have instead."""
+    """The checkpoint under the hub's names, and the fields that its config.json has to have instead.
+
+    `architecture` is what its class says of it; None where that is not known, and then what is tied is not
+    settled.
+    """
 
     checkpoint: Checkpoint
     config_changes: Mapping[str, Any] = field(default_factory=dict)
+    architecture: Architecture | None = None
 
 
 def to_hub(
@@ -81,25 +89,29 @@ def to_hub(
 ) -> Hub:
     """The checkpoint under the hub's names, checked against the model that `config` names.
 
-    `code` is the folder of the config's remote code, where the user trusts it. Raises what the conversion
-    and the check raise.
+    Tensors that its class ties are written once. `code` is the folder of the config's remote code, where
+    the user trusts it. Raises what the conversion and the check raise.
     """
     if options.names not in {"hub", "runtime"}:
         raise PlanError(f"--names {options.names}", "choose hub or runtime")
     if checkpoint.format != "megatron":
-        if options.named():
+        given = options.named()
+        refused = [flag for flag in given if flag not in _IDLE]
+        if refused:
             raise PlanError(
-                f"{', '.join(options.named())}: only for Megatron checkpoints, this is {checkpoint.format}",
+                f"{', '.join(refused)}: only for Megatron checkpoints, this is {checkpoint.format}",
                 "leave it away",
             )
-        fields = value_head_fields(checkpoint, config or {})
-        if fields and config is not None:
-            checkpoint = checkpoint.with_notes(value_head_note(config, fields))
-            config = {**config, **fields}
-        return Hub(_saved_names(checkpoint, config, options, code), fields)
+        if given:
+            text = f"{', '.join(given)}: only for Megatron checkpoints, does nothing for {checkpoint.format}"
+            checkpoint = checkpoint.with_notes(Note("info", text))
+        from lazymerge.conversions.saved_names import saved_names
+
+        return Hub(*saved_names(checkpoint, config, options.names, code, check=options.check))
     from lazymerge.conversions.megatron.convert import convert
     from lazymerge.conversions.megatron.families import load_family
     from lazymerge.conversions.megatron.head import without_class
+    from lazymerge.conversions.tied_names import tied_once
     from lazymerge.conversions.tying import HEADS
 
     architecture = _architecture(config, options, code)  # before the conversion imports torch
@@ -130,41 +142,10 @@ def to_hub(
             checkpoint = checkpoint.with_notes(note)
             body = {name: shape for name, shape in known.shapes.items() if not name.endswith(HEADS)}
             architecture = replace(known, shapes=body)
-    return Hub(_checked(checkpoint, architecture, {**(config or {}), **changes}, options), changes)
-
-
-def _saved_names(
-    checkpoint: Checkpoint,
-    config: Mapping[str, Any] | None,
-    options: HubOptions,
-    code: Path | None,
-) -> Checkpoint:
-    """A checkpoint of a model of transformers under the names that `save_pretrained` writes, checked.
-
-    A config that transformers has no model for is no reason to stop here: it is the trainer that built it.
-    """
-    from lazymerge.conversions.architecture import check, why_unknown
-    from lazymerge.conversions.runtime_names import architecture_and_conversion, converted, unchanged
-    from lazymerge.conversions.tied_names import untied
-
-    if options.names == "runtime" and not options.check:
-        return checkpoint
-    try:
-        known = architecture_and_conversion(config or {}, code)
-    except LazymergeError as error:
-        if options.check and not isinstance(error, InconsistentCheckpoint):
-            raise
-        return checkpoint.with_notes(unchanged(error.problem, "warning"))
-    if known is None:
-        why = why_unknown(config) if config is not None else "there is no config.json"
-        return checkpoint.with_notes(unchanged(why, "info"))
-    architecture, conversion = known
-    named = converted(checkpoint, architecture, conversion)
-    if options.check:
-        named = check(named, architecture)
-    if options.names == "runtime":
-        return checkpoint
-    return untied(named, architecture)
+    checkpoint = _checked(checkpoint, architecture, {**(config or {}), **changes}, options)
+    if architecture is not None:
+        checkpoint = tied_once(checkpoint, architecture.tied, architecture.class_name)
+    return Hub(checkpoint, changes, architecture)
 
 
 def _architecture(

@@ -4,8 +4,10 @@
              the same, with "conversion": true                            ... and {"conversion": ...}
              the same, with "tensors": {name: [shape, dtype]}             {"conversion": ...} of these
              the same, with "found": {name: shape}                        {"fields": [[...], ...]}
+             the same, with "classes": true                               {"classes": [class name, ...]}
                                                                           {"unknown": class name}
                                                                           {"refused": complaint}
+                                                                          {"contradicts": complaint}
                                                                           {"too large": true}
 
 Processor time and memory are bounded after the imports, so a config decides nothing but its own answer.
@@ -27,7 +29,9 @@ from typing import Any
 
 from lazymerge.conversions.architecture import from_plain
 from lazymerge.conversions.config_fields import Build, explain
+from lazymerge.conversions.dtypes import KEPT, without_numbers
 from lazymerge.conversions.model_process import MEMORY, SECONDS
+from lazymerge.conversions.tied_names import tied_in
 
 _CHOICES_OF_KERNELS = ("attn_implementation", "experts_implementation")
 """Settings that ask for packages which are not needed here, and may not be installed."""
@@ -36,8 +40,23 @@ _LISTS = "_MAPPING_NAMES"
 """How the lists of model_type -> class are called in transformers."""
 
 
+_LISTED = (
+    "MODEL_FOR_CAUSAL_LM",
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT",
+    "MODEL_FOR_MULTIMODAL_LM",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM",
+    "MODEL_FOR_TOKEN_CLASSIFICATION",
+    "MODEL_FOR_SEQUENCE_CLASSIFICATION",
+)
+"""The lists whose classes a trainer may have built where config.json does not say which."""
+
+
 class Refused(Exception):
     """The class does not take the config; the text is the first line of why."""
+
+
+class Contradiction(Refused):
+    """What the config says cannot all be so, whatever the class."""
 
 
 def build(config: Mapping[str, Any], code: Path | None = None) -> Any:
@@ -49,6 +68,7 @@ def build(config: Mapping[str, Any], code: Path | None = None) -> Any:
         model_class, config_class = _classes(config, code)
         if model_class is None:
             return None
+        _refuse_dtypes(config)
         plain = _with_floats(_without_kernels(copy.deepcopy(dict(config))))
         if model_class.__module__.startswith("transformers."):
             plain["model_type"] = _model_type(config, model_class)
@@ -75,7 +95,7 @@ def describe(model: Any) -> dict[str, Any]:
     state = model.state_dict()
     for name in model._keys_to_ignore_on_save or ():
         state.pop(name, None)
-    tied = {one: other for one, other in model.all_tied_weights_keys.items() if {one, other} <= set(state)}
+    tied = tied_in(model, state)
     shapes = _hub(model, {name: tensor for name, tensor in state.items() if name not in tied})
     hub_tied: dict[str, str] = {}
     for one, other in tied.items():
@@ -95,6 +115,7 @@ def describe(model: Any) -> dict[str, Any]:
         "class_name": type(model).__name__,
         "shapes": shapes,
         "tied": hub_tied,
+        "wide": _wide(model, state),
         "optional": sorted(model._keys_to_ignore_on_load_missing or ()),
         "ignored": sorted(ignored | set(model._keys_to_ignore_on_load_unexpected or ())),
         "swappable": _swappable(model),
@@ -103,10 +124,40 @@ def describe(model: Any) -> dict[str, Any]:
     }
 
 
+def _wide(model: Any, state: Mapping[str, Any]) -> dict[str, list[str]]:
+    """By half type, what a loader keeps in float32 and router biases: names of both forms, numbers as 0."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    strict = set(model._keep_in_fp32_modules_strict or ())
+    found = {}
+    for dtype, globs in (
+        ("bfloat16", strict),
+        ("float16", strict | set(model._keep_in_fp32_modules or ())),
+    ):
+        pattern = build_glob_alternation(sorted(globs))[0] if globs else re.compile(r"(?!)")
+        kept = [name for name in state if name.rpartition(".")[2] in KEPT or pattern.search(name)]
+        names = {*kept, *_hub(model, {name: state[name] for name in kept})}
+        found[dtype] = sorted({without_numbers(name) for name in names})
+    return found
+
+
+def classes(config: Mapping[str, Any]) -> list[str]:
+    """Classes of transformers that `architectures` has, or else that are listed for `model_type`."""
+    from transformers.models.auto import modeling_auto
+
+    names = config.get("architectures")
+    given = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    found = [name for name in given if name.isidentifier() and _known(name) is not None]
+    if found:
+        return found
+    for key in _LISTED:
+        listed = vars(modeling_auto).get(f"{key}{_LISTS}", {}).get(config.get("model_type"), ())
+        found += [listed] if isinstance(listed, str) else listed
+    return [name for name in dict.fromkeys(found) if _known(name) is not None]
+
+
 def _classes(config: Mapping[str, Any], code: Path | None) -> tuple[Any, Any]:
     """The classes of the model and of its config; None for both if transformers does not know the model."""
-    import transformers
-
     name = config["architectures"][0]
     references = config.get("auto_map") if code is not None else None
     reference = _reference(references, name)
@@ -120,18 +171,39 @@ def _classes(config: Mapping[str, Any], code: Path | None) -> tuple[Any, Any]:
         # "repository--file.Class" names where it was published; the file is in the folder
         where = config_reference.rpartition("--")[2]
         return model_class, get_class_from_dynamic_module(where, str(code), local_files_only=True)
+    known = _known(name)
+    return (None, None) if known is None else (known, known.config_class)
+
+
+def _known(name: str) -> Any:
+    """The model class of transformers of that name; None if it is none, or cannot be imported here."""
+    import transformers
+
     try:
         known: Any = getattr(transformers, name, None)
     except (ImportError, RuntimeError):  # it needs a package that is not installed
-        return None, None
+        return None
     is_model = isinstance(known, type) and issubclass(known, transformers.PreTrainedModel)
-    return (known, known.config_class) if is_model and known.config_class is not None else (None, None)
+    return known if is_model and known.config_class is not None else None
+
+
+def _refuse_dtypes(config: Mapping[str, Any]) -> None:
+    """Raise `Contradiction` for a type of elements that is none."""
+    import torch
+
+    for key in ("dtype", "torch_dtype"):
+        name = config.get(key)
+        if not isinstance(name, str) or name == "auto":
+            continue
+        if not isinstance(getattr(torch, name.removeprefix("torch."), None), torch.dtype):
+            raise Contradiction(f"{key} is {name!r:.40}, which is no type of elements")
 
 
 def _model_type(config: Mapping[str, Any], model_class: Any) -> str:
     """The config's model_type; the class's own one where transformers does not know it (such as kimi_k2).
 
-    Raises `Refused` for the type of another model: `AutoModelForCausalLM` would go by it, not by the class.
+    Raises `Contradiction` for the type of another model: `AutoModelForCausalLM` would go by it, not by the
+    class.
     """
     from transformers import CONFIG_MAPPING
 
@@ -139,7 +211,7 @@ def _model_type(config: Mapping[str, Any], model_class: Any) -> str:
     if not isinstance(given, str) or given == own or given not in CONFIG_MAPPING:
         return own
     if not _may_have(given, model_class.__name__):
-        raise Refused(
+        raise Contradiction(
             f"architectures has {model_class.__name__}, whose model_type is {own}, and model_type is {given}"
         )
     return given
@@ -208,7 +280,10 @@ def _parts(model: Any, state: Mapping[str, Any]) -> dict[str, list[str]]:
     """Hub names of what a model of several kinds of input has beside the text model, by part."""
     from transformers import PreTrainedModel
 
-    text = model.config.get_text_config()
+    try:
+        text = model.config.get_text_config()
+    except ValueError:  # several, of which none is the text model (Musicgen)
+        return {}
     if text is model.config:
         return {}
     whole, parts = model.base_model, {}
@@ -238,7 +313,8 @@ def main() -> None:
     try:
         answer = json.dumps(_answer(request, code))
     except Refused as error:
-        answer = json.dumps({"refused": str(error)})
+        kind = "contradicts" if isinstance(error, Contradiction) else "refused"
+        answer = json.dumps({kind: str(error)})
     except ImportError:  # of what this module needs, in a version that does not have it: no answer
         raise
     except Exception as error:
@@ -250,6 +326,8 @@ def main() -> None:
 
 def _answer(request: dict[str, Any], code: Path | None) -> dict[str, Any]:
     config = request["config"]
+    if "classes" in request:
+        return {"classes": classes(config)}
     model = build(config, code)
     if model is None:
         return {"unknown": config["architectures"][0]}

@@ -30,10 +30,15 @@ _WAIT = 600
 _ROOT = Path(__file__).parents[2]
 
 
+class Contradiction(InconsistentCheckpoint):
+    """config.json contradicts itself: no trainer can have built its model by it."""
+
+
 def ask(request: dict[str, Any]) -> dict[str, Any] | None:
     """The answer of lazymerge.conversions.meta_model; None if transformers has no such class.
 
-    Raises `InconsistentCheckpoint` for a config that its class refuses, `DamagedFile` for one that asks for
+    Raises `InconsistentCheckpoint` for a config that its class refuses (`Contradiction` for one that nobody
+    could take), `DamagedFile` for one that asks for
     more than `SECONDS` or `MEMORY`, and `PlanError` where the process cannot be run.
     """
     question = as_json(request)
@@ -74,10 +79,14 @@ def ask(request: dict[str, Any]) -> dict[str, Any] | None:
         ) from error
     if "too large" in answer:
         raise _beyond_bounds(request["config"])
+    if "contradicts" in answer:
+        raise Contradiction(
+            f"config.json contradicts itself: {answer['contradicts']}",
+            "mend config.json, or merge with --no-check",
+        )
     if "refused" in answer:
-        name = request["config"]["architectures"][0]
         raise InconsistentCheckpoint(
-            f"config.json: {name} does not take it: {answer['refused']}",
+            f"config.json: {_class(request['config'])} does not take it: {answer['refused']}",
             "mend config.json, or merge with --no-check",
         )
     return None if "unknown" in answer else answer
@@ -93,9 +102,15 @@ def as_json(request: dict[str, Any]) -> str:
         ) from error
 
 
+def _class(config: Mapping[str, Any]) -> str:
+    """The class that the config names first, as far as it names one."""
+    names = config.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else "model"
+
+
 def _beyond_bounds(config: Mapping[str, Any]) -> DamagedFile:
     return DamagedFile(
-        f"config.json: building the {config['architectures'][0]} that it asks for takes more than"
+        f"config.json: building the {_class(config)} that it asks for takes more than"
         f" {SECONDS} s or {MEMORY >> 30} GiB",
         "mend config.json, or merge with --no-check",
     )

@@ -4,9 +4,10 @@ transformers 5 fuses experts, renames parts and permutes heads when it loads a m
 `save_pretrained`. Here that undoing runs on lazy tensors over named sources that nobody can read, so what is
 left of it is which elements of which tensors make up each tensor of the hub.
 
-    {"moves": {hub name: expression}, "runtime": {name: shape}, "unsaved": [name, ...]}
+    {"moves": {hub name: expression}, "runtime": {name: shape}, "unsaved": [name, ...], "tied": {name: name}}
 
-`moves` has only what changes in name or in layout. Runs in the process of lazymerge.conversions.meta_model.
+`moves` has only what changes in name or in layout, `tied` the ties by run-time names. Runs in the process of
+lazymerge.conversions.meta_model.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, cast
 import torch
 
 from lazymerge.conversions.expressions import Named, NotMoved, names_in, to_plain
+from lazymerge.conversions.tied_names import tied_in
 from lazymerge.elements import dtype_of
 from lazymerge.files.dtype import DTYPES, DType
 from lazymerge.files.region import Region, contiguous_strides
@@ -55,6 +57,7 @@ def recorded(model: Any, given: Mapping[str, Any] | None = None) -> dict[str, An
         "moves": moves,
         "runtime": {name: list(shape) for name, (shape, _) in tensors.items() if name in changed},
         "unsaved": unsaved,
+        "tied": tied_in(model, tensors),
     }
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,20 @@ from typing import Any
 from lazymerge.boxes import Box, Piece, cut
 from lazymerge.checkpoint import Checkpoint, Copy, Note
 from lazymerge.conversions.answers import remember, remembered
-from lazymerge.conversions.architecture import Architecture, Shape, described, from_plain, why_unknown
+from lazymerge.conversions.architecture import (
+    Architecture,
+    Shape,
+    described,
+    from_plain,
+    tied_together,
+    why_unknown,
+)
 from lazymerge.conversions.expressions import Expression, names_in, shape_of
 from lazymerge.conversions.expressions import from_plain as gather_of
 from lazymerge.conversions.model_process import as_json
 from lazymerge.conversions.model_process import ask as _ask
-from lazymerge.errors import InconsistentCheckpoint, UnsupportedCheckpoint
+from lazymerge.conversions.quantised import quantised_name
+from lazymerge.errors import InconsistentCheckpoint, LazymergeError, UnsupportedCheckpoint
 from lazymerge.gather import Constant, Gather, Shards
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
@@ -42,12 +50,14 @@ class Conversion:
     moves       hub name -> expression over run-time names, where name or layout change
     runtime     the run-time names in them -> shape in elements
     unsaved     run-time names that `save_pretrained` leaves out
+    tied        run-time name -> the one that it is tied to
     impossible  why there are no moves, where the way does more than move elements; else ""
     """
 
     moves: Mapping[str, Expression]
     runtime: Mapping[str, Shape]
     unsaved: frozenset[str] = frozenset()
+    tied: Mapping[str, str] = field(default_factory=dict)
     impossible: str = ""
 
 
@@ -95,10 +105,24 @@ def converted(checkpoint: Checkpoint, architecture: Architecture, conversion: Co
             _KEEP,
         )
     if not has_runtime_names(checkpoint, architecture, conversion):
-        conversion = replace(conversion, moves={}, runtime={})
-    elif _is_odd(checkpoint, conversion):
-        conversion = _conversion_of(checkpoint, architecture)
-    return _moved(checkpoint, conversion)
+        return _moved(checkpoint, replace(conversion, moves={}, runtime={}))
+    name = quantised_name(checkpoint, architecture.config)
+    if name is not None:
+        raise UnsupportedCheckpoint(
+            f"{name} is quantised, and tensors have the names of the running {architecture.class_name}: which"
+            " scales go with what they become is not known",
+            f"save it by save_pretrained; {_KEEP}",
+        )
+    if _is_odd(checkpoint, conversion):
+        return _moved(checkpoint, _conversion_of(checkpoint, architecture))
+    try:
+        return _moved(checkpoint, conversion)
+    except _Unfitting as unfitting:  # perhaps by an answer that was kept, and is not what transformers says
+        try:
+            conversion = _conversion_of(checkpoint, architecture, kept=False)
+        except LazymergeError:
+            raise unfitting from None
+        return _moved(checkpoint, conversion)
 
 
 def has_runtime_names(checkpoint: Checkpoint, architecture: Architecture, conversion: Conversion) -> bool:
@@ -158,8 +182,11 @@ def _is_odd(checkpoint: Checkpoint, conversion: Conversion) -> bool:
     )
 
 
-def _conversion_of(checkpoint: Checkpoint, architecture: Architecture) -> Conversion:
-    """The conversion of just these tensors, which are not all in the config's sizes."""
+def _conversion_of(checkpoint: Checkpoint, architecture: Architecture, *, kept: bool = True) -> Conversion:
+    """The conversion of just these tensors, which may not all be in the config's sizes.
+
+    `kept` says that an answer of before will do.
+    """
     code = architecture.code
     request = {
         "config": dict(architecture.config),
@@ -168,7 +195,7 @@ def _conversion_of(checkpoint: Checkpoint, architecture: Architecture) -> Conver
     }
     key = as_json(request)
     try:
-        found = conversion_from_plain(remembered(key) if code is None else None)
+        found = conversion_from_plain(remembered(key) if code is None and kept else None)
     except ValueError:
         data = (_ask(request) or {}).get("conversion")
         found = conversion_from_plain(data)
@@ -192,12 +219,15 @@ def _moved(checkpoint: Checkpoint, conversion: Conversion) -> Checkpoint:
     if not conversion.moves and conversion.unsaved.isdisjoint(present):
         return checkpoint
     became: dict[str, list[str]] = {}  # the first tensor of an expression -> what it becomes
+    first: dict[str, str] = {}  # each tensor -> the first that it is in
     used: set[str] = set()
     for name, expression in conversion.moves.items():
         names = list(names_in(expression))
         if all(each in present for each in names):
             became.setdefault(names[0], []).append(name)
             used.update(names)
+            for each in names:
+                first.setdefault(each, name)
     taken = [hub for hubs in became.values() for hub in hubs if hub in present and hub not in used]
     if taken:
         raise InconsistentCheckpoint(
@@ -215,7 +245,6 @@ def _moved(checkpoint: Checkpoint, conversion: Conversion) -> Checkpoint:
             gathers[hub] = _made(hub, conversion.moves[hub], sources)
     left_out = {name: "its class does not save it" for name in conversion.unsaved if name in present}
     notes = [_note(used, became)] if used else []
-    first = {name: became[name][0] for name in became}
     copies = partial(_copies, checkpoint, first)
     return replace(checkpoint.with_gathers(gathers, *notes, left_out=left_out), copies=copies)
 
@@ -250,11 +279,15 @@ class _Held(Shards):
                 yield part
 
 
+class _Unfitting(InconsistentCheckpoint):
+    """An expression that the tensors do not fit."""
+
+
 def _made(name: str, expression: Expression, sources: Mapping[str, Gather]) -> Gather:
     try:
         return gather_of(expression, sources)
     except (ValueError, TypeError, KeyError, IndexError) as error:
-        raise InconsistentCheckpoint(
+        raise _Unfitting(
             f"{name} cannot be made of {', '.join(sorted(set(names_in(expression)))[:3])}: {error}",
             f"see whether config.json is this checkpoint's own; {_KEEP}",
         ) from error
@@ -271,8 +304,11 @@ def _note(used: set[str], became: Mapping[str, list[str]]) -> Note:
 
 
 def _copies(checkpoint: Checkpoint, first: Mapping[str, str]) -> Iterator[Copy]:
-    """What ranks share, named by the first of the tensors that it became."""
-    return (copy._replace(name=first.get(copy.name, copy.name)) for copy in checkpoint.copies())
+    """What ranks share, under the first of the tensors that it became, and under its own name."""
+    return (
+        copy._replace(name=first[copy.name], source=copy.source or copy.name) if copy.name in first else copy
+        for copy in checkpoint.copies()
+    )
 
 
 def conversion_from_plain(data: Any) -> Conversion:
@@ -280,9 +316,16 @@ def conversion_from_plain(data: Any) -> Conversion:
     match data:
         case {"impossible": str(why)}:
             return Conversion({}, {}, impossible=why)
-        case {"moves": dict(moves), "runtime": dict(runtime), "unsaved": list(unsaved)}:
+        case {
+            "moves": dict(moves),
+            "runtime": dict(runtime),
+            "unsaved": list(unsaved),
+            "tied": dict(tied),
+        }:
+            tied_together(tied)
             shapes = {name: shape_of(shape) for name, shape in runtime.items()}
             if not all(name in shapes for each in moves.values() for name in names_in(each)):
                 raise ValueError("a conversion of tensors without shapes")
-            return Conversion(moves, shapes, frozenset(map(str, unsaved)))
+            ties = {name: str(other) for name, other in tied.items()}
+            return Conversion(moves, shapes, frozenset(map(str, unsaved)), ties)
     raise ValueError("no conversion")

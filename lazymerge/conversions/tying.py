@@ -1,21 +1,23 @@
-"""Tied embeddings: one tensor under two names, written the way that a loader expects it.
+"""Tied embeddings of a model whose class is not known: by config.json, and by what their names end with.
 
 config says tied, both are there and equal    the output head is left out; the loader ties it
 config says tied, both are there and differ   both are written, with a warning
-config says tied, only the head is there      it is written under the embedding's name
+config says tied, only the head is there      refused: nobody says what the embedding is called; written
+                                              with a warning where another tensor may be it, by its shape
 config does not say tied                      what is there is written
+
+Where the class is known, it says what is tied (lazymerge.conversions.tied_names).
 """
 
 from __future__ import annotations
 
-import copy
-import importlib
 import json
 from collections.abc import Mapping
 from typing import Any
 
 from lazymerge.checkpoint import Checkpoint, Note
-from lazymerge.errors import DamagedFile, PlanError
+from lazymerge.conversions.architecture import expected
+from lazymerge.errors import DamagedFile, LazymergeError, PlanError
 from lazymerge.fill import equal
 from lazymerge.gather import Gather
 
@@ -31,17 +33,25 @@ EMBEDDINGS = (
 
 
 def tie(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> Checkpoint:
-    """The checkpoint with tied tensors as a loader of `config` expects them.
+    """The checkpoint with tied tensors as a loader of `config` expects them, whatever its class.
 
-    Reads the two tensors, if both are there and are not the same bytes of a file anyway.
+    Reads the two tensors, if both are there and are not the same bytes of a file anyway. Raises `PlanError`
+    for a head without its embedding, and `DamagedFile` as `tied_by_config`.
     """
     gathers = checkpoint.gathers
     head = next((name for name in gathers if _ends_with(name, HEADS)), None)
-    if head is None or not tied_by_config(config):
+    if head is None or not any(flags(config or {})[:1]):
         return checkpoint
     embeddings = [name for name in gathers if _ends_with(name, EMBEDDINGS)]
     if not embeddings:
-        return _renamed(checkpoint, head, config or {})
+        if any(g.shape == gathers[head].shape for name, g in gathers.items() if name != head):
+            text = f"config.json ties {head} to an embedding whose name is not known: all is written as it is"
+            return checkpoint.with_notes(Note("warning", text, head))
+        raise PlanError(
+            f"{head}: config.json ties it to an embedding that is not here, and it is not known to which:"
+            f" architectures is {(config or {}).get('architectures')!r:.100}",
+            "set tie_word_embeddings to false in the config, or add the embedding",
+        )
     outermost = min(name.count(".") for name in embeddings)  # a loader ties to the model's, not to a part's
     embeddings = [name for name in embeddings if name.count(".") == outermost]
     for name in embeddings:
@@ -63,20 +73,20 @@ def tied_by_config(config: Mapping[str, Any] | None) -> bool:
     early versions of transformers wrote) says nothing.
     """
     config = config or {}
-    flag = _flag(config)
-    if flag is not None:
-        return flag
-    parts = [config.get(key) for key in ("text_config", "llm_config", "language_config", "decoder")]
-    if not any(_flag(part) for part in parts if isinstance(part, dict)):
-        return False
+    whole, *parts = flags(config)
+    if whole is not None or not any(parts):
+        return bool(whole)
     try:
-        whole = _model_class(config).config_class.from_dict(copy.deepcopy(dict(config)))
-    except Exception:
-        # No class that transformers has, or a config that it does not take. Hundreds of classes check
-        # their fields in their own ways, so what they raise has no common kind but this one. What is
-        # found out here is whether a loader ties; where there is none that can say it, none does.
+        known = expected(config)
+    except LazymergeError:  # a class that does not take this config: no loader ties by it
         return False
-    return bool(getattr(whole, FLAG, False))
+    return known is not None and any(_ends_with(name, HEADS) for name in known.tied)
+
+
+def flags(config: Mapping[str, Any]) -> list[bool | None]:
+    """What the config says of ties, and each of its parts; `DamagedFile` for what is no flag."""
+    parts = [config.get(key) for key in ("text_config", "llm_config", "language_config", "decoder")]
+    return [_flag(config), *(_flag(part) for part in parts if isinstance(part, dict))]
 
 
 def _flag(config: Mapping[str, Any]) -> bool | None:
@@ -96,32 +106,3 @@ def _ends_with(name: str, endings: tuple[str, ...]) -> bool:
 
 def _same(one: Gather, other: Gather) -> bool:
     return one.shape == other.shape and one.dtype is other.dtype and equal(one, other)
-
-
-def _renamed(checkpoint: Checkpoint, head: str, config: Mapping[str, Any]) -> Checkpoint:
-    """The head under the name of the embedding that it is tied to: a loader fills the head from there."""
-    target = _embedding_of(head, config)
-    gathers = {target if name == head else name: gather for name, gather in checkpoint.gathers.items()}
-    note = Note("info", f"{head} is written as {target}, from which the loader ties it", head)
-    return checkpoint.with_gathers(gathers, note)
-
-
-def _embedding_of(head: str, config: Mapping[str, Any]) -> str:
-    """The embedding's name, from the class that config.json names (the class is never instantiated)."""
-    keys = getattr(_model_class(config), "_tied_weights_keys", None)
-    if isinstance(keys, dict) and isinstance(keys.get(head), str):
-        return str(keys[head])
-    raise PlanError(
-        f"{head}: config.json ties it to an embedding that is not here, and {config.get('architectures')}"
-        " does not say to which",
-        "set tie_word_embeddings to false in the config, or add the embedding",
-    )
-
-
-def _model_class(config: Mapping[str, Any]) -> Any:
-    """The class of transformers that a config names first; None if there is none of that name."""
-    architectures = config.get("architectures")
-    name = architectures[0] if isinstance(architectures, list) and architectures else None
-    if not isinstance(name, str) or not name.isidentifier():
-        return None
-    return getattr(importlib.import_module("transformers"), name, None)

@@ -38,6 +38,17 @@ def value_head_fields(checkpoint: Checkpoint, config: Mapping[str, Any]) -> dict
     return fields
 
 
+def without_class(config: Mapping[str, Any], fields: Mapping[str, Any]) -> tuple[dict[str, Any], Note]:
+    """The fields without the class, which transformers does not have: config.json keeps its own."""
+    text = (
+        f"the checkpoint has {_SCORE} and no {_OUTPUT}, and transformers has no class"
+        f" {fields['architectures'][0]} that would load it: config.json keeps {config['architectures'][0]},"
+        f" whose loader leaves {_SCORE} and makes an output layer at random"
+    )
+    kept = {key: value for key, value in fields.items() if key != "architectures"}
+    return kept, Note("warning", text, _SCORE)
+
+
 def value_head_note(config: Mapping[str, Any], fields: Mapping[str, Any]) -> Note:
     """What is said where they are written."""
     text = (

@@ -10,6 +10,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 from lazymerge.errors import DamagedFile, OutputError, SourceError
 from lazymerge.files.local import LocalFile
@@ -89,7 +90,7 @@ class Copier:
         """Which side failed: only a full disk says; for anything else the source is tried alone."""
         if error.errno not in _FULL:
             try:
-                source.read(source_at, 1)
+                source.read(source_at, max(1, min(_BUFFER, source.size - source_at)))
             except SourceError as failed:
                 return failed
         return write_error(error, self.name, at)
@@ -100,9 +101,12 @@ def write_all(target: int, name: str, data: memoryview, at: int) -> None:
     done = 0
     while done < len(data):
         try:
-            done += os.pwrite(target, data[done:], at + done)
+            count = os.pwrite(target, data[done:], at + done)
         except OSError as error:
             raise write_error(error, name, at + done) from error
+        if count == 0:
+            raise write_error(OSError(errno.EIO, ""), name, at + done)
+        done += count
 
 
 def write_error(error: OSError, name: str, at: int) -> OutputError:
@@ -116,4 +120,5 @@ def write_error(error: OSError, name: str, at: int) -> OutputError:
 def start_writeback(target: int, at: int, size: int) -> None:
     """Ask the kernel to begin writing a range out and to drop it from the cache (advice, never an error)."""
     if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(target, at, size, os.POSIX_FADV_DONTNEED)
+        with suppress(OSError):
+            os.posix_fadvise(target, at, size, os.POSIX_FADV_DONTNEED)

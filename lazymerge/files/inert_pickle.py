@@ -31,6 +31,11 @@ from lazymerge.files.pickle_records import MAX_KEY_LENGTH, Builder, Global, Reco
 
 __all__ = ["Global", "Record", "TruncatedPickle", "load"]
 
+LARGE = 1 << 24
+"""Bytes of a pickle from which on it is looked at before it is read as a whole."""
+START = 1 << 16
+"""Bytes that are looked at."""
+
 _WINDOW = 1 << 16  # bytes that are unpacked into a list at a time: indexing a list is several times cheaper
 _PADDING = 16  # no instruction has more bytes than this in front of its variable part
 _HINT = "the file is truncated, overwritten or no checkpoint; copy it again or write it anew"
@@ -64,6 +69,15 @@ def load(
         # Its globals hold it and it holds them: without this the data of every file would stay until
         # the garbage collector came by.
         builder.found.clear()
+
+
+def refuse_other(start: bytes, *, name: str) -> None:
+    """Raise `DamagedFile` if `start`, the first bytes of a large pickle, cannot be: it is not read then."""
+    try:
+        _, end = load(start, name=name, persistent_load=lambda pid: None)
+    except TruncatedPickle:
+        return
+    raise DamagedFile(f"{name}: a pickle of {end} bytes with {LARGE} bytes or more behind it", _HINT)
 
 
 def _run(

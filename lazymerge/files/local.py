@@ -12,7 +12,7 @@ import stat
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -118,6 +118,8 @@ class LocalFile:
             found = os.stat(path)
         except OSError as error:
             raise SourceError(f"{path}: {error.strerror}", "check the path and its permissions") from None
+        except ValueError as error:  # a null or a lone surrogate, which no path has
+            raise SourceError(f"{str(path)!r}: no name of a file ({error})", "check the path") from None
         if not os.path.isfile(path):
             raise SourceError(f"{path}: not a regular file", "give a checkpoint file or folder")
         self.path = path
@@ -197,5 +199,5 @@ class LocalFile:
     def forget(self, offset: int, size: int) -> None:
         """Let the kernel drop the cached pages of a range that is done with (advice, never an error)."""
         if hasattr(os, "posix_fadvise"):
-            with self.opened() as fd:
+            with suppress(OSError), self.opened() as fd:
                 os.posix_fadvise(fd, offset, size, os.POSIX_FADV_DONTNEED)

@@ -14,6 +14,7 @@ U8 = struct.Struct("<Q").unpack_from
 _F8 = struct.Struct(">d").unpack_from
 _I4 = struct.Struct("<i").unpack_from
 _MAX_DIGITS = 4300  # of a number in decimal: what `int` reads by default, since its time is quadratic
+_MAX_BYTES = 1785  # of a number in binary: what `str` writes by default, so that a message can show it
 
 
 class Malformed(Exception):
@@ -117,6 +118,8 @@ def _long1(data: bytes, start: int) -> tuple[int, int]:
 
 def _long4(data: bytes, start: int) -> tuple[int, int]:
     raw, end = _counted(data, start, 4, signed=True)
+    if len(raw) > _MAX_BYTES:
+        raise Malformed(f"a number of {len(raw)} bytes")
     return int.from_bytes(raw, "little", signed=True), end
 
 

@@ -21,12 +21,15 @@ from typing import TypeGuard
 
 from lazymerge.errors import DamagedFile, LazymergeError, UnsupportedCheckpoint
 from lazymerge.files.dtype import DTYPES, DType
+from lazymerge.files.json_text import bounded
 from lazymerge.files.local import LocalFile
 from lazymerge.files.region import Region, contiguous_strides
 
 _ALIGNMENT = 8
 LARGEST_HEADER = 100_000_000
 """Bytes of a header at most; the library's own limit."""
+
+_MAX_DIMS = 64  # torch itself stops there
 
 _CODES = {dtype.code: dtype for dtype in DTYPES.values() if dtype.code is not None}
 _COPY_AGAIN = "the file is truncated or overwritten; copy it again"
@@ -79,6 +82,7 @@ def read_safetensors(file: LocalFile) -> dict[str, Region]:
     for name, entry in entries.items():
         if name == "__metadata__":
             continue
+        _refuse_no_text(file, name)
         dtype, shape, begin, end = _entry(file, name, entry)
         regions[name] = Region(file, start + begin, dtype, shape, contiguous_strides(shape))
         places.append((begin, end, name))
@@ -105,7 +109,8 @@ def _header(file: LocalFile) -> tuple[int, dict[str, object]]:
     if not 2 <= size <= min(LARGEST_HEADER, file.size - 8):
         raise _damaged(file, f"no safetensors file, or cut within its header ({file.size} bytes)")
     try:
-        entries = json.loads(file.read(8, size), object_pairs_hook=_without_doubles, parse_constant=_refuse)
+        text = bounded(file.read(8, size).decode())
+        entries = json.loads(text, object_pairs_hook=_without_doubles, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
         raise _damaged(file, f"a header that is not JSON ({str(error)[:100]})") from None
     if type(entries) is not dict:
@@ -120,6 +125,8 @@ def _entry(file: LocalFile, name: str, entry: object) -> tuple[DType, tuple[int,
     code, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
     if not _counts(shape) or not _counts(offsets) or len(offsets) != 2 or type(code) is not str:
         raise _damaged(file, f"{shown} without a proper dtype, shape and data_offsets")
+    if len(shape) > _MAX_DIMS:
+        raise _damaged(file, f"{shown} has {len(shape)} dimensions")
     dtype = _CODES.get(code)
     if dtype is None:
         raise UnsupportedCheckpoint(
@@ -132,6 +139,14 @@ def _entry(file: LocalFile, name: str, entry: object) -> tuple[DType, tuple[int,
     if end - begin != math.prod(shape) * dtype.itemsize:
         raise _damaged(file, f"{shown} has {end - begin} bytes, expected {math.prod(shape) * dtype.itemsize}")
     return dtype, tuple(shape), begin, end
+
+
+def _refuse_no_text(file: LocalFile, name: str) -> None:
+    """JSON can hold half of a surrogate pair, which no text is."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise _damaged(file, f"a tensor named {name!r:.200}, which is no text") from None
 
 
 def _counts(value: object) -> TypeGuard[list[int]]:

@@ -103,6 +103,18 @@ def storage_id(name: str, pid: Any) -> tuple[DType, str, int, Any, Any] | None:
     return dtype, key, count, location, pid[5] if len(pid) == 6 else None
 
 
+def refuse_unresolved(what: str, value: object) -> None:
+    """Raise `UnsupportedCheckpoint` for a view that torch keeps conjugated or negated; `what` says which.
+
+    Its bytes are not its values, and only complex tensors and parts of them can be such.
+    """
+    if isinstance(value, Record) and str(value.cls).endswith("_with_metadata"):
+        raise UnsupportedCheckpoint(
+            f"{what}: was saved conjugated or negated, so that its bytes are not its values",
+            "save tensor.resolve_conj().resolve_neg()",
+        )
+
+
 class TensorReader:
     """What torch's names stand for in one file. Its methods take the arguments of the recorded call."""
 

@@ -31,7 +31,7 @@ import zlib
 from typing import Any
 
 from lazymerge.errors import DamagedFile, LazymergeError, NotACheckpoint, UnsupportedCheckpoint
-from lazymerge.files.inert_pickle import TruncatedPickle, load
+from lazymerge.files.inert_pickle import LARGE, START, TruncatedPickle, load, refuse_other
 from lazymerge.files.local import LocalFile
 from lazymerge.files.stored_tensor import Storage, StoredTensor, TensorReader, storage_id
 from lazymerge.files.zip_directory import (
@@ -119,7 +119,10 @@ class ZippedObject:
         entry = self._entries[f"{self._stem}data.pkl"]
         if entry.size > MAX_PICKLE:
             raise _too_large(archive, entry.size)
-        self.pickled = archive.read(data_offset(archive, entry), entry.size)
+        at = data_offset(archive, entry)
+        if entry.size > LARGE:
+            refuse_other(archive.read(at, START), name=archive.name)
+        self.pickled = archive.read(at, entry.size)
         if entry.checksum and zlib.crc32(self.pickled) != entry.checksum:
             raise DamagedFile(
                 f"{archive.name}: data.pkl has the checksum {zlib.crc32(self.pickled):08x}, expected"

@@ -39,7 +39,7 @@ _DESCRIPTOR_MAGIC = b"PK\x07\x08"
 _PADDING = b"FB"  # the kind of torch's last part of an extra field
 _DESCRIBED = 8  # the flag of a record with a descriptor behind its data
 _MAX_COMMENT = 0xFFFF
-_MAX_DIRECTORY = 1 << 30  # bytes: a file of 10 million records
+_MAX_DIRECTORY = 1 << 26  # bytes: a file of a million records
 _COPY_AGAIN = "the file is truncated or overwritten; copy it again"
 
 

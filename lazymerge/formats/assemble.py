@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import TypeVar
 
 from lazymerge.boxes import Box, Piece, Shape
@@ -13,7 +12,7 @@ from lazymerge.errors import InconsistentCheckpoint, UnsupportedCheckpoint
 from lazymerge.files.dtype import DType
 from lazymerge.files.region import Region
 from lazymerge.formats.entries import Distributed, Entry, Plain, Sharded
-from lazymerge.formats.placement import Layout, Partial, Shard, box_of, cuts
+from lazymerge.formats.placement import Layout, Partial, Shard, box_of, cuts, filled
 from lazymerge.gather import Constant, Gather, Shards, of_region
 from lazymerge.tiling import check
 
@@ -31,7 +30,7 @@ Ranked = tuple[int, Entry]
 class Assembled:
     """One tensor out of the entries of all ranks that are here.
 
-    `missing` are coordinates (or boxes) that no rank here holds: the gather is incomplete then.
+    `missing` are boxes that no rank here holds, or one coordinate: the gather is incomplete then.
     `copies` are pairs of regions that should hold the same bytes.
     """
 
@@ -71,6 +70,8 @@ def settled_version(entries: Mapping[str, list[Ranked]]) -> int | None:
     for name, ranked in entries.items():
         spread = [(rank, entry) for rank, entry in ranked if isinstance(entry, Distributed)]
         if spread and _is_unordered(spread[0][1]):
+            _agreed(name, ((rank, entry.layout) for rank, entry in spread), "a DTensor laid out as")
+            _check_layout(name, spread[0][1].layout)
             ways = _fitting(spread)
             if len(ways) == 1:
                 settled.setdefault(2 if ways[0].right_to_left else 1, name)
@@ -155,12 +156,8 @@ def _distributed(name: str, entries: list[tuple[int, Distributed]], fsdp_version
                 copies.append(Copy(name, regions[coordinate], entry.region))
         else:
             regions[coordinate] = entry.region
-    wanted = product(*(range(n if decides else 1) for n, decides in zip(layout.mesh, deciding, strict=True)))
-    missing = tuple(
-        f"mesh coordinate {coordinate}"
-        for coordinate in wanted
-        if coordinate not in regions and box_of(layout, coordinate).numel
-    )
+    lost = next((coordinate for coordinate in filled(layout) if coordinate not in regions), None)
+    missing = () if lost is None else (f"mesh coordinate {lost}",)
     held = _Held(layout, regions)
     dtype = entries[0][1].region.dtype
     if any(isinstance(placement, Partial) for placement in layout.placements):
@@ -242,13 +239,11 @@ def _agreed(name: str, values: Iterable[tuple[int, T]], what: str) -> T:
 
 def _summed(name: str, held: _Held, dtype: DType) -> Gather:
     """A tensor's partial values, put together in the order of the ranks."""
-    from lazymerge.compute import total
-
     layout = held.layout
     operations = {p.reduce_op for p in layout.placements if isinstance(p, Partial)}
     if operations not in ({"sum"}, {"avg"}):
         raise UnsupportedCheckpoint(
-            f"{name}: partial values to be reduced by {' and '.join(sorted(operations))}",
+            f"{name}: partial values to be reduced by {' and '.join(sorted(operations))[:100]}",
             "only sums and averages are put together; call full_tensor() before saving",
         )
     summands: dict[Shape, dict[Shape, Region]] = {}
@@ -264,5 +259,7 @@ def _summed(name: str, held: _Held, dtype: DType) -> Gather:
             f"{name}: {dtype} values to be reduced by {' and '.join(sorted(operations))}",
             "torch has no such sum; call full_tensor() before saving",
         )
+    from lazymerge.compute import total  # which imports torch
+
     parts = [Shards(layout.shape, dtype, _Held(layout, regions).pieces) for regions in summands.values()]
     return total(parts, average=operations == {"avg"})

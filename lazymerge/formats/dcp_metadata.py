@@ -32,7 +32,7 @@ from lazymerge.errors import (
     UnsupportedCheckpoint,
 )
 from lazymerge.files.dtype import DTYPES, DType
-from lazymerge.files.inert_pickle import Record, load
+from lazymerge.files.inert_pickle import LARGE, START, Record, load, refuse_other
 from lazymerge.files.local import LocalFile
 from lazymerge.formats.stacks import check_boxes
 
@@ -120,6 +120,8 @@ def _tables(file: LocalFile) -> tuple[dict[Any, Any], dict[Any, Any]]:
         )
     known: dict[str, object] = {f"torch.{name}": dtype for name, dtype in DTYPES.items()}
     known["torch.Size"] = _size
+    if file.size > LARGE:
+        refuse_other(file.read(0, START), name=file.name)
     value, _ = load(file.read(0, file.size), name=file.name, known=known)
     attrs = value.attrs() if type(value) is Record else {}
     entries, storage = attrs.get("state_dict_metadata"), attrs.get("storage_data")
@@ -156,9 +158,12 @@ def _add_places(
         offset, length = where.get("offset"), where.get("length")
         if not _is_count(offset) or not _is_count(length):
             raise _damaged(file, f"a record of {_shown(name)} without a proper offset and length")
-        if where.get("transform_descriptors"):
+        transforms = where.get("transform_descriptors")
+        if transforms:
+            named = transforms if type(transforms) is list else []
+            said = ", ".join(each[:40] for each in named[:5] if type(each) is str)
             raise UnsupportedCheckpoint(
-                f"{_shown(name)}: compressed in {path[:200]} ({str(where['transform_descriptors'])[:100]})",
+                f"{_shown(name)}: compressed in {path[:200]} ({said or 'in an unknown way'})",
                 "save the checkpoint without a compressing extension",
             )
         start = index.get("offset")

@@ -15,6 +15,7 @@ from lazymerge.errors import DamagedFile, UnsupportedCheckpoint
 from lazymerge.files.dtype import DType
 from lazymerge.files.inert_pickle import Global, Record
 from lazymerge.files.region import Region
+from lazymerge.files.stored_tensor import MAX_DIMS, refuse_unresolved
 from lazymerge.files.torch_file import StoredTensor
 from lazymerge.formats.mesh import Mesh, read_mesh
 from lazymerge.formats.placement import Layout, Partial, Placement, Replicate, Shard
@@ -74,6 +75,7 @@ class EntryReader:
             return self._distributed(file, rank, name, value)
         if kind == "ShardedTensor":
             return self._sharded(file, name, value)
+        refuse_unresolved(f"{name} in {file}", value)
         if kind is not None:
             raise UnsupportedCheckpoint(
                 f"{name} in {file} is a {kind}, which is no plain tensor, DTensor or ShardedTensor",
@@ -205,9 +207,10 @@ def _placement(file: str, name: str, record: object, rank: int) -> Placement:
         if (
             not isinstance(dim, int)
             or not -rank <= dim < rank
-            or (kind != "Shard" and not isinstance(factor, int))
+            or (kind != "Shard" and not (isinstance(factor, int) and factor > 0))
         ):
-            raise _odd(file, name, f"a DTensor of {rank} dimensions that is cut along dimension {dim}")
+            along = f"dimension {dim}" if isinstance(dim, int) else f"a {type(dim).__name__}"
+            raise _odd(file, name, f"a DTensor of {rank} dimensions that is cut along {along}")
         return Shard(dim % rank, factor)
     if kind == "Replicate":
         return Replicate()
@@ -263,8 +266,10 @@ def _box(metadata: object, rank: int) -> Box | None:
 
 
 def is_shape(value: object) -> TypeGuard[Shape]:
-    """Whether a value is a tuple of numbers that are not negative."""
-    return isinstance(value, tuple) and all(type(n) is int and n >= 0 for n in value)
+    """Whether a value is a tuple of numbers that a tensor can have for sizes."""
+    if not isinstance(value, tuple) or len(value) > MAX_DIMS:
+        return False
+    return all(type(n) is int and 0 <= n < 1 << 63 for n in value)
 
 
 def _odd(file: str, name: str, what: str) -> DamagedFile:

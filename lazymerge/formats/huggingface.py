@@ -28,10 +28,11 @@ from lazymerge.errors import (
     NotACheckpoint,
     UnsupportedCheckpoint,
 )
+from lazymerge.files.json_text import bounded
 from lazymerge.files.local import Descriptors, LocalFile, refuse_no_file
 from lazymerge.files.region import Region
 from lazymerge.files.safetensors_file import read_safetensors
-from lazymerge.files.stored_tensor import StoredTensor
+from lazymerge.files.stored_tensor import StoredTensor, refuse_unresolved
 from lazymerge.files.torch_file import read_torch_file
 from lazymerge.formats.registry import OpenOptions, sidecar_folders
 from lazymerge.formats.staged import Staged, read_staged
@@ -42,7 +43,7 @@ INDEX = "model.safetensors.index.json"
 _BIN = "pytorch_model.bin"
 _BIN_INDEX = "pytorch_model.bin.index.json"
 _SUFFIX = ".safetensors"
-_LARGEST_INDEX = 1 << 28  # bytes; DeepSeek-V3's has 9 million
+_LARGEST_INDEX = 1 << 26  # bytes; DeepSeek-V3's has 9 million
 
 
 class HuggingFaceFormat:
@@ -132,6 +133,7 @@ def _read(file: LocalFile) -> Mapping[str, Region]:
             f"{file.path}: holds {type(state).__name__}, expected a state dict", "save model.state_dict()"
         )
     for name, value in state.items():
+        refuse_unresolved(f"{str(name)[:200]!r} in {file.path}", value)
         if not isinstance(name, str) or not isinstance(value, StoredTensor):
             raise UnsupportedCheckpoint(
                 f"{str(name)[:200]!r} in {file.path}: no plain tensor",
@@ -159,7 +161,7 @@ def read_index(folder: Path, name: str = INDEX) -> dict[str, str]:
     try:
         if file.size > _LARGEST_INDEX:
             raise ValueError(f"{file.size} bytes")
-        index = json.loads(file.read(0, file.size))
+        index = json.loads(bounded(file.read(0, file.size)))
     except (ValueError, RecursionError) as error:
         raise _damaged(file, str(error)[:100]) from None
     places = index.get("weight_map") if isinstance(index, dict) else None

@@ -49,7 +49,7 @@ def read_mesh(where: str, rank: int, record: Record) -> Mesh:
             "give the files the names that they were saved under",
         )
     names = attrs.get("mesh_dim_names", attrs.get("_mesh_dim_names")) or ()
-    names = tuple(str(name)[:40] for name in names) if isinstance(names, tuple) else ()
+    names = tuple(name[:40] for name in names if isinstance(name, str)) if isinstance(names, tuple) else ()
     return Mesh(shape, _coordinate(where, shape, attrs.get("_coordinate_on_dim")), names)
 
 

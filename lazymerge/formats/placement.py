@@ -14,6 +14,7 @@ FSDP2 over tensor parallelism in torch 2.4 and older wrote plain shards for a ri
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -115,3 +116,37 @@ def box_of(layout: Layout, coordinate: Shape) -> Box:
             start[dim] += low
             shape[dim] = min(low + chunk, length) - low
     return Box(tuple(start), tuple(shape))
+
+
+def filled(layout: Layout) -> Iterator[Shape]:
+    """The coordinates whose boxes have elements, with 0 where a mesh dimension decides nothing.
+
+    A mesh may be far larger than the tensor: the others are not looked at.
+    """
+    if 0 in layout.shape:
+        return
+    sequence = [(dim, mesh_dim) for dim, mesh_dims in cuts(layout).items() for mesh_dim in mesh_dims]
+    partial = [at for at, placement in enumerate(layout.placements) if isinstance(placement, Partial)]
+    yield from _filled(
+        layout, [*sequence, *((None, at) for at in partial)], layout.shape, (0,) * len(layout.mesh)
+    )
+
+
+def _filled(
+    layout: Layout, sequence: Sequence[tuple[int | None, int]], shape: Shape, coordinate: Shape
+) -> Iterator[Shape]:
+    """The coordinates below `coordinate`, whose box has `shape` before the cuts in `sequence`."""
+    if not sequence:
+        yield coordinate
+        return
+    (dim, mesh_dim), *rest = sequence
+    for index in range(layout.mesh[mesh_dim]):
+        left = shape
+        if dim is not None:
+            chunk = -(-shape[dim] // layout.mesh[mesh_dim])
+            length = min(chunk, shape[dim] - index * chunk)
+            if length <= 0:
+                return
+            left = (*shape[:dim], length, *shape[dim + 1 :])
+        at = (*coordinate[:mesh_dim], index, *coordinate[mesh_dim + 1 :])
+        yield from _filled(layout, rest, left, at)

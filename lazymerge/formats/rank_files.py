@@ -151,18 +151,22 @@ def _refuse_hidden(file: LocalFile, name: object, value: object) -> None:
     """Refuse to leave out what holds tensors, but for the extra state of modules, which is none of theirs."""
     if isinstance(name, str) and name.rpartition(".")[2] == "_extra_state":
         return
-    if _any_tensor(value, _MAX_WRAPPERS):
+    if _any_tensor(value, _MAX_WRAPPERS, set()):
         raise UnsupportedCheckpoint(
             f"{str(name)[:200]!r} in {file.path}: {_kind(value)} with tensors where a tensor is expected",
             "save a flat state dict: names to tensors",
         )
 
 
-def _any_tensor(value: object, depth: int) -> bool:
+def _any_tensor(value: object, depth: int, seen: set[tuple[int, int]]) -> bool:
+    """Whether there is a tensor in a value, as deep as that; what is shared is looked at once a level."""
     if isinstance(value, StoredTensor) or _is_tensor(value):
         return True
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return depth > 0 and any(_any_tensor(item, depth - 1) for item in inside)
+    if depth == 0 or not inside or (id(value), depth) in seen:
+        return False
+    seen.add((id(value), depth))
+    return any(_any_tensor(item, depth - 1, seen) for item in inside)
 
 
 def _is_tensor(value: object) -> bool:

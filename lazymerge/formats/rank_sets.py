@@ -163,6 +163,11 @@ def _add(found: RankSet, rank: int, path: Path) -> None:
             f"rank {rank} is in {found.files[rank].parent} and in {path.parent}",
             "give each rank once",
         )
+    if max(rank + 1, found.world_size or 1) > _MAX_WORLD:
+        raise InconsistentCheckpoint(
+            f"{path}: more than {_MAX_WORLD} ranks, which nobody has",
+            "the file does not belong here; move it away",
+        )
     if found.world_size is not None and rank >= found.world_size:
         raise InconsistentCheckpoint(
             f"{path}: rank {rank} of a world of {found.world_size}",

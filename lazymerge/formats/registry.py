@@ -135,6 +135,10 @@ def sidecar_folders(paths: Sequence[Path], options: OpenOptions) -> tuple[Path, 
     folders = [options.hf_config] if options.hf_config else []
     for path in paths:
         folder = path if path.is_dir() else path.parent
+        if (folder / "huggingface").is_symlink():
+            raise SourceError(
+                f"{folder / 'huggingface'}: is a link", "put the folder itself there, or give --hf-config DIR"
+            )
         folders += [folder / "huggingface", folder]
     return tuple(folder for folder in folders if folder.is_dir())
 

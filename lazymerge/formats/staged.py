@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lazymerge.errors import DamagedFile
+from lazymerge.files.json_text import bounded
 from lazymerge.files.local import LocalFile, refuse_no_file
 
 STAGE = "lazymerge-stage.json"
@@ -42,7 +43,7 @@ def read_staged(folder: Path) -> Staged:
     refuse_no_file(path)
     file = LocalFile(path)
     try:
-        content = json.loads(file.read(0, min(file.size, _LARGEST)))
+        content = json.loads(bounded(file.read(0, min(file.size, _LARGEST))))
         name, settings = content["format"], content["settings"]
     except (ValueError, RecursionError, TypeError, KeyError):
         name = settings = None

@@ -189,8 +189,23 @@ def _check_name(target: Target) -> None:
         raise PlanError(
             f"{target.repo_id!r} cannot be the name of a repository: {one_line(error)}", "give ORG/NAME"
         ) from None
+    if target.revision is not None and not _is_branch(target.revision):
+        raise PlanError(
+            f"--revision {target.revision!r:.100} cannot be the name of a branch",
+            "give one, such as step-100",
+        )
     if not target.commit_message.strip():
         raise PlanError("the commit message is empty", "leave --commit-message out, or give it a text")
+
+
+def _is_branch(name: str) -> bool:
+    """Whether git lets a branch be called so (git check-ref-format)."""
+    words = name.split("/")
+    forbidden = re.search(r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{", name) or name in {"@", "HEAD"}
+    good = all(
+        word and not word.startswith((".", "-")) and not word.endswith((".", ".lock")) for word in words
+    )
+    return good and not forbidden and name.isprintable()
 
 
 def _token(target: Target) -> str:

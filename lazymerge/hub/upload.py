@@ -9,8 +9,8 @@ again. Large files are kept by the hub under their sha256 from when they are sen
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,17 +19,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lazymerge.budget import resident
-from lazymerge.errors import OutputError, PlanError, VerificationError
+from lazymerge.errors import LazymergeError, OutputError, PlanError, VerificationError
 from lazymerge.files.local import LocalFile
 from lazymerge.hub.access import prepare
 from lazymerge.hub.connection import Hub, Target, connect, is_transient, status_of
+from lazymerge.manifest import check_manifest, has_manifest, read_manifest
 from lazymerge.output import MANIFEST, WEIGHTS
-from lazymerge.report import OnProgress, Progress
+from lazymerge.report import Meter, OnProgress, Progress
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitInfo, CommitOperationAdd, ModelInfo
 
-_LARGEST_MANIFEST = 1 << 30
+_WORKERS = 4
+"""Threads that read what is to be sent once before."""
+
+_AGAIN = "do not upload it: merge again with --verify"
+_ADAPTER = re.compile(r"(.*/)?adapter_(config\.json|model[\w.-]*\.(safetensors|bin)(\.index\.json)?)")
 
 log = logging.getLogger("lazymerge")
 
@@ -48,10 +53,11 @@ def upload(
     waits    seconds before the second, third, ... try of a request that failed in passing
     timeout  seconds without a byte after which a request has failed
 
-    `on_progress` is told before each file: bytes that are at the hub, of how many. Raises
-    `VerificationError` if the result was not verified or is not what was, else as `check_access`.
+    Before anything is sent, every byte is read and compared with the manifest. `on_progress` is told of
+    that, then before each file: bytes that are at the hub, of how many. Raises `VerificationError` if the
+    result was not verified or is not what was, else as `check_access`.
     """
-    files = _verified(folder, sorted(names, key=_rank))
+    files = _verified(folder, sorted(names, key=_rank), on_progress)
     with connect(target, waits, timeout) as hub:
         prepare(hub)
         url, info = _look(hub, files)
@@ -102,37 +108,40 @@ def _rank(name: str) -> tuple[int, str]:
     return 0 if name.endswith((".safetensors", ".bin")) else 1, name
 
 
-def _verified(folder: Path, names: Sequence[str]) -> list[_File]:
-    """The files, each in the manifest with the size that it has, none of them a link elsewhere."""
+def _verified(folder: Path, names: Sequence[str], on_progress: OnProgress | None) -> list[_File]:
+    """The files, each in the manifest and byte for byte what it says, none of them a link elsewhere."""
     if not names:
         raise PlanError(f"{folder}: there is nothing to upload", "name the files of a finished merge")
     sizes = verified_sizes(folder)
-    files = []
     for name in names:
         path = folder / name
         if not path.is_file() or not path.resolve().is_relative_to(folder.resolve()):
-            raise VerificationError(f"{path}: is no file of this folder", "merge again, with --verify")
-        found, expected = LocalFile(path).size, sizes.get(name)
-        if name != MANIFEST and found != expected:
-            was = "is not in the manifest" if expected is None else f"had {expected} when it was verified"
-            raise VerificationError(
-                f"{path}: has {found} bytes, and {was}", "verify the result, or merge again with --verify"
-            )
-        files.append(_File(name, path, found))
-    return files
+            raise VerificationError(f"{path}: is no file of this folder", _AGAIN)
+        if name != MANIFEST and name not in sizes:
+            raise VerificationError(f"{path}: is not in the manifest", _AGAIN)
+    meter = Meter(on_progress)
+    report = check_manifest(
+        folder, workers=_WORKERS, on_bytes=lambda count, total, name: meter.add("verify", total, name, count)
+    )
+    changed = [problem for problem in report.problems if problem.file in {*names, MANIFEST}]
+    if changed:
+        more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+        raise VerificationError(f"{folder}: has changed since it was verified: {changed[0]}{more}", _AGAIN)
+    return [_File(name, folder / name, LocalFile(folder / name).size) for name in names]
 
 
 def verified_sizes(folder: Path) -> Mapping[str, Any]:
     """Name -> size of the files that were verified."""
-    path = folder / MANIFEST
-    hint = "merge with --verify, which writes it when the result has been read again and compared"
-    if not path.is_file() or path.stat().st_size > _LARGEST_MANIFEST:
-        raise VerificationError(f"{folder}: has no {MANIFEST}, so it was not verified", hint)
+    if not has_manifest(folder):
+        raise VerificationError(
+            f"{folder}: has no {MANIFEST}, so it was not verified",
+            "merge with --verify, which writes it when the result has been read again and compared",
+        )
     try:
-        files = json.loads(path.read_bytes())["files"]
-        return {name: entry["size"] for name, entry in files.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise VerificationError(f"{path}: is no manifest of lazymerge", hint) from None
+        return {name: entry["size"] for name, entry in read_manifest(folder).items()}
+    except (LazymergeError, ValueError, RecursionError) as error:
+        text = error.problem if isinstance(error, LazymergeError) else str(error)[:200]
+        raise VerificationError(f"{folder / MANIFEST}: not what was written ({text})", _AGAIN) from None
 
 
 # ------------------------------------------------------------------------------------ what is there
@@ -145,7 +154,8 @@ def _look(hub: Hub, files: Sequence[_File]) -> tuple[str | None, ModelInfo | Non
     """
     info = hub.info(hub.target.revision or "main")
     names = {file.name for file in files}
-    strays = sorted(name for name in _held(info).keys() - names if WEIGHTS.fullmatch(name))
+    loaded = (name for name in _held(info) if WEIGHTS.fullmatch(name) or _ADAPTER.fullmatch(name))
+    strays = sorted(name for name in loaded if name not in names)
     if strays:
         raise OutputError(
             f"{hub.repo_id}: holds weights of another model, which may be loaded: {', '.join(strays[:5])}",

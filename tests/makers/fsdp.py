@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.makers.layout import Made, rank_file, verl_leaf, write_huggingface_dir, write_verl_surroundings
-from tests.makers.models import build_model
+from tests.makers.models import build_model, hub_state
 from tests.makers.ranks import run_ranks
 
 Mesh = tuple[tuple[str, int], ...]
@@ -38,11 +38,12 @@ TP_PLAN = {
 
 @dataclass(frozen=True)
 class Facts:
-    """What rank 0 tells: the whole tensors before sharding, and how torch placed them."""
+    """What rank 0 tells: the whole tensors before sharding, how torch placed them, how the hub has them."""
 
     truth: dict[str, torch.Tensor]
     placements: dict[str, str]
     tied: tuple[tuple[str, ...], ...]
+    saved: dict[str, torch.Tensor] | None = None
 
 
 def fsdp2(
@@ -71,7 +72,7 @@ def fsdp2(
     facts = run_ranks(_fsdp2_rank, world_size, leaf, model_name, mesh, options)[0]
     version = 2 if config_file else 0
     write_verl_surroundings(root, leaf, world_size, version)
-    return Made(root, leaf, facts.truth, world_size, mesh, version, facts.placements, facts.tied)
+    return Made(root, leaf, facts.truth, world_size, mesh, version, facts.placements, facts.tied, facts.saved)
 
 
 def save_rank(leaf: Path, rank: int, world_size: int, state: dict[str, Any], zip_format: bool = True) -> None:
@@ -107,7 +108,9 @@ def mesh_size(mesh: Mesh) -> int:
 def _fsdp2_rank(rank: int, leaf: Path, model_name: str, mesh: Mesh, options: dict[str, Any]) -> Facts | None:
     model = build_model(model_name, options["dtype"], options["seed"])
     truth, tied = whole_state(model), tied_names(model)
+    saved = None
     if rank == 0:
+        saved = hub_state(model)
         write_huggingface_dir(model, leaf / "huggingface", remote_code=options["remote_code"])
     device_mesh = open_mesh(mesh)
     apply_fsdp2(model, device_mesh, options["shard_rule"], options["offload"])
@@ -115,7 +118,7 @@ def _fsdp2_rank(rank: int, leaf: Path, model_name: str, mesh: Mesh, options: dic
     save_rank(leaf, rank, device_mesh.size(), state, options["zip_format"])
     check_gathered(state, truth)
     placements = {name: str(t.placements) for name, t in state.items() if isinstance(t, DTensor)}
-    return Facts(truth, placements, tied) if rank == 0 else None
+    return Facts(truth, placements, tied, saved) if rank == 0 else None
 
 
 def open_mesh(mesh: Mesh) -> DeviceMesh:

@@ -30,6 +30,12 @@ class Made:
     fsdp_version: int = 0  # 0: no fsdp_config.json
     placements: dict[str, str] = field(default_factory=dict, repr=False)  # of rank 0, as torch prints them
     tied: tuple[tuple[str, ...], ...] = ()  # names of one and the same parameter
+    saved: dict[str, torch.Tensor] | None = field(default=None, repr=False)  # None: as `truth`
+
+    @property
+    def hub_truth(self) -> dict[str, torch.Tensor]:
+        """The tensors by the names and in the layouts that the hub has."""
+        return self.truth if self.saved is None else self.saved
 
     @property
     def sidecars(self) -> Path:
@@ -94,7 +100,10 @@ def write_verl_surroundings(root: Path, leaf: Path, world_size: int, fsdp_versio
 def write_huggingface_dir(
     model: nn.Module | None, folder: Path, *, remote_code: bool = False, dtype: torch.dtype | None = None
 ) -> None:
-    """Writes config.json and every kind of sidecar; of a model without a config, a config of its name."""
+    """Writes config.json and every kind of sidecar; of a model without a config, a config of its name.
+
+    No model at all: a config that names no class.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     config = _config(model, dtype)
     if remote_code:
@@ -110,11 +119,12 @@ def write_huggingface_dir(
 
 def _config(model: nn.Module | None, dtype: torch.dtype | None) -> dict[str, Any]:
     """What `config.save_pretrained` writes, with the architecture and dtype that a loaded model has."""
+    if model is None:
+        return {"model_type": "zoo"}
     if not hasattr(model, "config"):
         return {"architectures": [type(model).__name__], "model_type": "zoo"}
     from transformers import PretrainedConfig
 
-    assert model is not None
     assert isinstance(model.config, PretrainedConfig)
     config: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=True))
     inner = model.base_model.model if hasattr(model, "base_model") and _is_adapted(model) else model

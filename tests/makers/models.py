@@ -37,6 +37,22 @@ def build_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) ->
     return model.eval()
 
 
+def hub_state(model: nn.Module) -> dict[str, torch.Tensor] | None:
+    """Copies of the tensors as transformers' own `save_pretrained` has them; None for no model of its.
+
+    Of a model with LoRA those of its base, without the LoRA. Tied ones come under each of their names.
+    """
+    from transformers import PreTrainedModel
+    from transformers.core_model_loading import revert_weight_conversion
+
+    state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    if isinstance(model, PeftLike):
+        front, base = "base_model.model.", ".base_layer"
+        plain = {name.removeprefix(front): tensor for name, tensor in state.items() if "lora_" not in name}
+        return {name.replace(base, ""): tensor for name, tensor in plain.items()}
+    return revert_weight_conversion(model, state) if isinstance(model, PreTrainedModel) else None
+
+
 def model_dtype(model: nn.Module) -> torch.dtype:
     """The element type of the model's parameters."""
     return next(model.parameters()).dtype

@@ -12,6 +12,7 @@ from lazymerge.gather import Gather
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+BIN = "adapter_model.bin"
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ class Experts:
         container, expert, leaf = match[1], int(match[2]), match[3]
         for fused, spelt in _FUSED.items():
             for leaves in spelt:
-                name = self._names.find(f"{container}.{fused}") if leaf in leaves else None
+                name = self._names.find(f"{container}.{fused}", relaid=True) if leaf in leaves else None
                 shape = () if name is None else self._gathers[name].shape
                 if name is None or len(shape) != 3 or expert >= shape[0] or shape[1] % len(leaves):
                     continue
@@ -127,7 +127,7 @@ class Experts:
         return sorted(leaf for leaf in leaves if f".{container}.{leaf}".endswith(ends))
 
     def _find(self, container: str, leaf: str) -> Iterator[_Parameter]:
-        name = self._names.find(f"{container}.{leaf}")
+        name = self._names.find(f"{container}.{leaf}", relaid=True)
         if name is not None:
             shape = self._gathers[name].shape
             if len(shape) == 3:

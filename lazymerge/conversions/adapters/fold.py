@@ -1,6 +1,6 @@
 """Folding: adapters added to their base, in the pass that writes it.
 
-    float32(W) + sum over adapters of weight * scale * (B @ A), rounded once to the type of W
+    float32(W) + sum over adapters of weight * scale * (B @ A), rounded once to the type of the result
 
 An adapter's tensor either adds to one of the base or takes its place (a trained bias, a module that was saved
 whole), or is a new one (a head). Every one of them has a use, or folding is refused; what the config has to
@@ -13,32 +13,38 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lazymerge.checkpoint import Checkpoint, Note
 from lazymerge.conversions.adapters.adapter import Adapter
 from lazymerge.conversions.adapters.experts import Experts, Slot, assembled
-from lazymerge.conversions.adapters.linear import Delta, Orientation, bias_delta, delta_of, shown
+from lazymerge.conversions.adapters.linear import Delta, bias_delta, delta_of, shown
 from lazymerge.conversions.adapters.names import BaseNames
+from lazymerge.conversions.adapters.orientation import Orientation
 from lazymerge.conversions.adapters.parts import Module, Parts, Whole, take_apart
+from lazymerge.conversions.adapters.promises import check_promises, missing_layers, other_class
 from lazymerge.conversions.adapters.settings import Settings, understand
+from lazymerge.conversions.adapters.sums import Sum, added, alike, same, with_rows
+from lazymerge.conversions.adapters.tied import Ties
 from lazymerge.conversions.adapters.unchanged import changes_nothing
 from lazymerge.conversions.adapters.vocabulary import (
-    embedding_of,
     ends_with,
     head_changes,
     is_language_model,
     may_grow,
-    tied_head,
-    untied,
     vocabulary_changes,
 )
-from lazymerge.conversions.dtypes import cast
+from lazymerge.conversions.adapters.whole import in_hub_form
+from lazymerge.conversions.dtypes import KEPT, cast, without_numbers
 from lazymerge.conversions.tying import HEADS
 from lazymerge.errors import InconsistentCheckpoint, PlanError, UnsupportedCheckpoint
-from lazymerge.fill import equal
-from lazymerge.gather import Gather, cat
-from lazymerge.lowrank import FLOATS, Term, add_products
+from lazymerge.files.dtype import DTYPES, DType
+from lazymerge.gather import Gather
+from lazymerge.lowrank import FLOATS, Term
+
+if TYPE_CHECKING:
+    from lazymerge.conversions.architecture import Architecture
+    from lazymerge.conversions.runtime_names import Conversion
 
 _GIVE_ITS_BASE = "give the base that the adapter was trained on"
 
@@ -47,61 +53,70 @@ _GIVE_ITS_BASE = "give the base that the adapter was trained on"
 class Folded:
     """The base with the adapters in it, and the fields that its config.json has to have instead.
 
-    `unchanged` says that no tensor differs from the base's, whatever it was meant to do: the matrices are
-    zero, or the weight is. A note in the checkpoint says so too.
+    `added` are tensors that the base has not, each with the adapter that it is of; `untied` are pairs that
+    the base ties and the result does not. `unchanged` says that no tensor differs from the base's, whatever
+    it was meant to do: the matrices are zero, or the weight is. A note in the checkpoint says so too.
     """
 
     checkpoint: Checkpoint
     config_changes: Mapping[str, Any] = field(default_factory=dict)
     unchanged: bool = False
+    added: Mapping[str, str] = field(default_factory=dict)
+    untied: Sequence[tuple[str, str]] = ()
 
 
 def fold(
-    checkpoint: Checkpoint, adapters: Sequence[tuple[Adapter, float]], config: Mapping[str, Any] | None
+    checkpoint: Checkpoint,
+    adapters: Sequence[tuple[Adapter, float]],
+    config: Mapping[str, Any] | None,
+    *,
+    model: tuple[Architecture, Conversion | None] | None = None,
+    dtype: DType | None = None,
 ) -> Folded:
     """The checkpoint, under the hub's names, with each adapter times its weight added to it.
 
-    `config` is the base's config.json. Nothing but small tensors is read. Raises `UnsupportedCheckpoint` for
-    kinds that are not folded, `InconsistentCheckpoint` for adapters that are not of this base or contradict
-    their config, and `PlanError` for weights that mean nothing.
+    `config` is the base's config.json, `model` what is known of its class: what it ties, and how it calls
+    tensors when it runs (None: as the base does). What changes is of `dtype`, where that is given; nothing
+    else is cast. Nothing but small tensors is read. Raises `UnsupportedCheckpoint` for kinds that are not
+    folded, `InconsistentCheckpoint` for adapters that are not of this base or contradict their config, and
+    `PlanError` for weights that mean nothing.
     """
-    work = _Work(checkpoint, config or {})
+    work = _Work(checkpoint, config or {}, model or (None, None), dtype)
     for adapter, weight in adapters:
         work.add(adapter, weight)
     return work.folded()
 
 
-@dataclass(slots=True)
-class _Sum:
-    """What is added to one matrix, in the order of the adapters."""
-
-    terms: list[Term] = field(default_factory=list)
-    magnitude: Gather | None = None
-    columns: bool = False
-
-
 class _Work:
     """What has been found to be added to, and put in place of, the tensors of a base."""
 
-    def __init__(self, checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: Mapping[str, Any],
+        model: tuple[Architecture | None, Conversion | None],
+        dtype: DType | None,
+    ) -> None:
         self._checkpoint = checkpoint
         self._config = config
+        self._dtype = dtype
+        architecture, self._conversion = model
+        self._stays: frozenset[str] = frozenset()  # what the class keeps in float32
+        if architecture is not None and dtype is not None:
+            self._stays = frozenset(architecture.wide.get(dtype.name, ()))
         self._base = dict(checkpoint.gathers)
-        self._names = BaseNames(self._base)
-        self._embedding = embedding_of(self._base)
-        self._head = tied_head(self._base, config) if is_language_model(config) else None
-        self._head_is_there = self._head in self._base
-        if self._head is not None and self._embedding is not None and not self._head_is_there:
-            self._base[self._head] = self._base[self._embedding]
-            self._names.add(self._head)
+        self._names = BaseNames(self._base, self._conversion, config)
+        self._ties = Ties(self._base, config, architecture)
+        for name in self._ties.absent:  # found as any other, though another tensor has its values
+            self._names.add(name)
         self._experts = Experts(self._base, self._names, config.get("model_type"))
-        self._sums: dict[str, dict[Slot, _Sum]] = defaultdict(lambda: defaultdict(_Sum))  # by tensor
+        self._sums: dict[str, dict[Slot, Sum]] = defaultdict(lambda: defaultdict(Sum))  # by tensor
         self._whole: dict[str, tuple[Gather, str]] = {}  # and the adapter that it is of
         self._rows: dict[str, tuple[Gather, tuple[int, ...]]] = {}
         self._keeps_tied = False
         self._changes: dict[str, Any] = {}
         self._notes: list[Note] = []
-        self._adapters: list[Adapter] = []
+        self._adapters: list[tuple[Adapter, bool]] = []  # and whether it changes nothing
 
     def add(self, adapter: Adapter, weight: float) -> None:
         """Take in one adapter."""
@@ -110,13 +125,14 @@ class _Work:
         settings, parts = understand(adapter), take_apart(adapter)
         unmatched: list[str] = []
         self._keeps_tied |= settings.keeps_tied
-        for name, whole in parts.whole.items():
+        before = {*self._whole, *self._rows}
+        for name, whole in in_hub_form(parts.whole, self._conversion).items():
             if not self._put(name, whole, settings, weight):
                 unmatched.append(whole.name)
         for name, rows in parts.tokens.items():
             if not self._put_rows(name, rows, settings, weight):
                 unmatched.append(f"{name}.token_adapter.trainable_tokens_delta")
-        own: set[Slot] = set()
+        own: dict[Slot, Delta] = {}
         for module, found in self._deltas(parts, settings):
             if not found:
                 unmatched += module.names
@@ -126,40 +142,52 @@ class _Work:
                         f"{adapter.name}: {module.name} and another of its modules both mean {slot.name}",
                         _GIVE_ITS_BASE,
                     )
-                own.add(slot)
+                own[slot] = delta
                 self._add_delta(slot, delta, weight, settings)
         if unmatched:
             self._refuse(adapter, unmatched)
+        check_promises(settings, parts)
+        self._notes += [
+            *other_class(settings, self._config),
+            *missing_layers(settings, parts, self._base),
+        ]
         shapes = {name: whole.gather.shape for name, whole in parts.whole.items()}
-        self._changes.update(head_changes(shapes, settings, self._config))
-        self._adapters.append(adapter)
+        self._changes.update(head_changes(shapes, settings, self._config, self._names.find))
+        terms = [replace(delta.term, scale=weight * delta.term.scale) for delta in own.values()]
+        scaled = any(delta.magnitude is not None for delta in own.values())
+        replaced = [name for name in [*self._whole, *self._rows] if name not in before]
+        self._adapters.append((adapter, changes_nothing(terms, scaled, self._replaced(replaced))))
 
     def folded(self) -> Folded:
         """The base with everything in it that was taken in."""
-        gathers = {name: self._result(name) for name in self._base}
-        gathers.update({name: gather for name, (gather, _) in self._whole.items() if name not in gathers})
+        gathers = {name: self._result(name) for name in {**self._base, **self._whole}}
         left_out: dict[str, str] = {}
         if is_language_model(self._config) and not is_language_model({**self._config, **self._changes}):
             left_out = self._drop_heads(gathers)
-        elif self._head is not None and self._embedding is not None:
-            self._settle_head(self._head, self._embedding, gathers)
+        touched = {*self._whole, *self._rows, *self._sums}
+        untied, changes, notes = self._ties.settle(gathers, touched, self._same, keeps=self._keeps_tied)
+        self._changes |= changes
+        self._notes += notes
         self._changes.update(vocabulary_changes(self._base, gathers, self._config))
-        sums = [each for slots in self._sums.values() for each in slots.values()]
-        unchanged = changes_nothing(
-            [term for each in sums for term in each.terms],
-            any(each.magnitude is not None for each in sums),
-            [(self._base.get(name), gathers.get(name)) for name in [*self._whole, *self._rows]],
-        )
-        if unchanged:
-            text = (
-                f"folding {shown([adapter.name for adapter in self._adapters])} changes no tensor: the result"
-                " is the base"
-            )
+        unchanged = all(idle for _, idle in self._adapters)
+        idle = [adapter.name for adapter, idle in self._adapters if idle]
+        if idle:
+            text = f"folding {shown(idle)} changes no tensor{': the result is the base' if unchanged else ''}"
             self._notes.append(Note("warning", text))
-        files = [file for adapter in self._adapters for file in adapter.files]
+        files = [file for adapter, _ in self._adapters for file in adapter.files]
         checkpoint = self._checkpoint.with_gathers(gathers, *self._notes, left_out=left_out)
-        checkpoint = replace(checkpoint, files=(*checkpoint.files, *files))
-        return Folded(checkpoint, self._changes, unchanged)
+        still = {name: why for name, why in checkpoint.left_out.items() if name not in gathers}
+        checkpoint = replace(checkpoint, files=(*checkpoint.files, *files), left_out=still)
+        new = {name: adapter for name, (_, adapter) in self._whole.items() if name not in self._base}
+        return Folded(checkpoint, self._changes, unchanged, new, untied)
+
+    def _replaced(self, names: Sequence[str]) -> list[tuple[Gather | None, Gather | None]]:
+        """(the base's, what takes its place) of tensors that are replaced, whole or by rows."""
+        pairs = [(name, self._whole_result(name)) for name in names]
+        return [
+            (cast(self._base[name], now.dtype, name) if name in self._base else None, now)
+            for name, now in pairs
+        ]
 
     # ------------------------------------------------------------------- whole tensors, and rows
 
@@ -181,11 +209,13 @@ class _Work:
                 f"{settings.name}: {whole.name} has shape {gather.shape}, the base's {target} {base.shape}",
                 _GIVE_ITS_BASE,
             )
-        if gather.dtype is not base.dtype:
-            if base.dtype.name not in FLOATS:
-                raise _quantised(settings, target, base)
-            gather = cast(gather, base.dtype, target)
-        if gather.shape == base.shape and equal(gather, base):
+        if gather.dtype is not base.dtype and not {gather.dtype.name, base.dtype.name} <= FLOATS.keys():
+            raise InconsistentCheckpoint(
+                f"{settings.name}: {whole.name} is of {gather.dtype}, the base's {target} of {base.dtype}",
+                "give the base that the adapter was trained on, not quantised",
+            )
+        kind = self._kind(target, base)
+        if gather.shape == base.shape and alike(cast(gather, kind, target), cast(base, kind, target)):
             return True  # a layer that was saved and not trained
         self._refuse_shared(target, settings, weight)
         self._whole[target] = gather, settings.name
@@ -209,10 +239,13 @@ class _Work:
         target = self._names.find(f"{module}.weight")
         if target is None:
             return False
+        base = self._base[target]
+        if base.dtype.name not in FLOATS:
+            raise _quantised(settings, target, base)
         tokens = settings.tokens
         if isinstance(tokens, Mapping):
             tokens = next((each for key, each in tokens.items() if f".{module}".endswith(f".{key}")), None)
-        shape = self._base[target].shape
+        shape = base.shape
         count = self._whole[target][0].shape[0] if target in self._whole else shape[0]
         if tokens is None or rows.shape != (len(tokens), *shape[1:]) or any(each >= count for each in tokens):
             raise InconsistentCheckpoint(
@@ -220,16 +253,11 @@ class _Work:
                 f" trainable_token_indices in {target} {shape}",
                 _GIVE_ITS_BASE,
             )
-        for name in self._tied_with(target):
+        for name in self._ties.of(target):
             if name not in self._whole:
                 self._refuse_shared(name, settings, weight)
-            self._rows[name] = cast(rows, self._base[name].dtype, name), tokens
+            self._rows[name] = rows, tokens
         return True
-
-    def _tied_with(self, target: str) -> list[str]:
-        """The tensor, and the one that it is tied to: PEFT trains the rows of both as one."""
-        pair = [self._embedding, self._head] if self._head is not None else []
-        return [name for name in pair if name is not None] if target in pair else [target]
 
     # --------------------------------------------------------------------------------- products
 
@@ -298,57 +326,52 @@ class _Work:
     # ----------------------------------------------------------------------------------- results
 
     def _result(self, name: str) -> Gather:
-        base = self._whole[name][0] if name in self._whole else self._base[name]
-        if name in self._rows:
-            base = _with_rows(base, *self._rows[name])
         slots = self._sums.get(name, {})
         if not slots:
-            return base
+            return self._whole_result(name)
+        base = self._whole_result(name) if name in self._rows else self._value(name)
+        kind = self._kind(name, self._base.get(name, base))
         if Slot(name) in slots:
             matrix = base.view((base.shape[0], base.numel // max(1, base.shape[0])))
-            return _added(matrix, slots[Slot(name)], name).view(base.shape)
+            return added(matrix, slots[Slot(name)], name, kind).view(base.shape)
         matrices = {}
         for slot, each in slots.items():
             assert slot.expert is not None
             matrix = base.select(0, slot.expert).narrow(0, slot.start, slot.size)
-            matrices[slot] = _added(matrix, each, name)
-        return assembled(base, matrices)
+            matrices[slot] = added(matrix, each, name, kind)
+        return assembled(cast(base, kind, name), matrices)
 
-    def _settle_head(self, head: str, embedding: str, gathers: dict[str, Gather]) -> None:
-        """Keep a head that is tied to the embedding so, or say that it is so no more."""
-        touched = {name for name in (head, embedding) if self._touches(name)}
-        as_one = self._same(head, embedding) or (self._keeps_tied and head not in touched)
-        if touched and not as_one:
-            self._changes.update(untied(self._config))
-            text = (
-                f"{head} and {embedding} are tied in the base, the adapter is for"
-                f" {' and '.join(sorted(touched))}: both are written, and tied no more"
-            )
-            self._notes.append(Note("warning", text, head))
-        elif not self._head_is_there:
-            del gathers[head]
-        elif touched:
-            gathers[head] = gathers[embedding]
+    def _value(self, name: str) -> Gather:
+        """The base's tensor, or what takes its place, in its own type."""
+        return self._whole[name][0] if name in self._whole else self._base[name]
 
-    def _touches(self, name: str) -> bool:
-        return name in self._whole or name in self._rows or name in self._sums
+    def _whole_result(self, name: str) -> Gather:
+        """The tensor with nothing added, if anything took its place in the type that it has to have."""
+        value = self._value(name)
+        kind = self._kind(name, self._base.get(name, value))
+        if name in self._rows:
+            if name in self._sums:  # which are rounded when they are added
+                kind = DTYPES["float64" if "float64" in {value.dtype.name, kind.name} else "float32"]
+            rows, tokens = self._rows[name]
+            return with_rows(cast(value, kind, name), cast(rows, kind, name), tokens)
+        return cast(value, kind, name) if name in self._whole else value
+
+    def _kind(self, name: str, base: Gather) -> DType:
+        """The type of a result in the place of `base`: what was asked for, if it can be that."""
+        asked = self._dtype
+        if asked is None or base.dtype.name not in FLOATS:
+            return base.dtype
+        stays = name.rpartition(".")[2] in KEPT or without_numbers(name) in self._stays
+        return base.dtype if stays and asked.itemsize < base.dtype.itemsize else asked
 
     def _same(self, one: str, other: str) -> bool:
         """Whether the same is done to both tensors."""
         if (one in self._rows) != (other in self._rows) or (one in self._whole) != (other in self._whole):
             return False
-        if one in self._whole and not _equal(self._whole[one][0], self._whole[other][0]):
+        if one in self._whole and not alike(self._whole[one][0], self._whole[other][0]):
             return False
-        sums = [self._sums.get(name, {}).get(Slot(name), _Sum()) for name in (one, other)]
-        terms = [each.terms for each in sums]
-        return (
-            len(terms[0]) == len(terms[1])
-            and all(each.magnitude is None for each in sums)
-            and all(
-                first.scale == second.scale and all(map(_equal, first.operands, second.operands))
-                for first, second in zip(*terms, strict=True)
-            )
-        )
+        sums = [self._sums.get(name, {}).get(Slot(name), Sum()) for name in (one, other)]
+        return same(*sums)
 
     def _drop_heads(self, gathers: dict[str, Gather]) -> dict[str, str]:
         """Leave out what is the head of a language model, which the result is no more; with the reason."""
@@ -364,29 +387,18 @@ class _Work:
     def _refuse(self, adapter: Adapter, unmatched: list[str]) -> None:
         name = unmatched[0]
         plain = name.removeprefix("base_model.model.").partition(".lora_")[0]
-        nearest = self._names.nearest(f"{plain}.weight" if ".lora_" in name else plain)
+        weight = f"{plain}.weight" if ".lora_" in name else plain
+        if self._names.is_relaid(weight):
+            raise UnsupportedCheckpoint(
+                f"{adapter.name}: {name} is for {weight}, whose elements lie otherwise on the hub",
+                "merge it with PEFT's merge_and_unload",
+            )
+        nearest = self._names.nearest(weight)
         raise InconsistentCheckpoint(
             f"{adapter.name}: {len(unmatched)} of {len(adapter.gathers)} tensors match nothing in the base:"
             f" {shown(unmatched)}; nearest there: {', '.join(nearest)}",
             _GIVE_ITS_BASE,
         )
-
-
-def _equal(one: Gather, other: Gather) -> bool:
-    return one.shape == other.shape and one.dtype is other.dtype and equal(one, other)
-
-
-def _added(matrix: Gather, sums: _Sum, name: str) -> Gather:
-    return add_products(matrix, sums.terms, name, sums.magnitude, columns=sums.columns)
-
-
-def _with_rows(base: Gather, rows: Gather, tokens: tuple[int, ...]) -> Gather:
-    """The base with other rows for these tokens."""
-    parts, at = [], 0
-    for token, index in sorted((token, index) for index, token in enumerate(tokens)):
-        parts += [base.narrow(0, at, token - at), rows.narrow(0, index, 1)]
-        at = token + 1
-    return cat([*parts, base.narrow(0, at, base.shape[0] - at)], 0)
 
 
 def _quantised(settings: Settings, name: str, base: Gather) -> UnsupportedCheckpoint:

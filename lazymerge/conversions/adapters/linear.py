@@ -11,9 +11,8 @@ where the weight is not transposed, else columns.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
 from lazymerge.boxes import Shape
 from lazymerge.conversions.adapters.parts import Module, misshapen
@@ -21,10 +20,6 @@ from lazymerge.conversions.adapters.settings import Settings
 from lazymerge.errors import InconsistentCheckpoint, UnsupportedCheckpoint
 from lazymerge.gather import Gather
 from lazymerge.lowrank import Term
-
-_CONV1D_TYPES = {"clvp", "decision_transformer", "gpt2", "imagegpt", "openai-gpt"}
-_CONV1D_MODULES = {"c_attn", "c_fc", "c_proj", "q_attn"}
-"""Model types of transformers with Conv1D layers, and how these are called there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,39 +29,6 @@ class Delta:
     term: Term
     magnitude: Gather | None = None
     columns: bool = False
-
-
-class Orientation:
-    """Whether the weights of modules lie [in, out]: told by shapes, and for square ones by what they are."""
-
-    def __init__(self, settings: Settings, config: Mapping[str, Any]) -> None:
-        self._settings = settings
-        self._known = config.get("model_type") in _CONV1D_TYPES
-        self._seen: set[bool] = set()
-
-    def learn(self, pairs: Iterable[tuple[Module, Shape]]) -> None:
-        """Take note of how weights lie that are not square."""
-        for module, shape in pairs:
-            a, b = module.product
-            if not module.embedding and len(shape) == 2 and shape[0] != shape[1]:
-                self._seen.add(shape == (a.shape[-1], b.shape[0]))
-
-    def transposed(self, module: Module, shape: Shape) -> bool:
-        """Whether this module's weight, of this shape, lies [in, out]."""
-        if self._known:
-            conv1d = module.name.rpartition(".")[2] in _CONV1D_MODULES
-        else:
-            conv1d = self._settings.fan_in_fan_out
-        if not conv1d or shape[0] != shape[1]:
-            a, b = module.product
-            return conv1d and shape == (a.shape[1], b.shape[0])
-        if not self._known and self._seen != {True}:
-            raise UnsupportedCheckpoint(
-                f"{self._settings.name}: fan_in_fan_out is true, and nothing shows whether the square weight"
-                f" of {module.name} lies [in, out]",
-                "merge it with PEFT's merge_and_unload",
-            )
-        return True
 
 
 def delta_of(

@@ -32,8 +32,9 @@ from lazymerge.lowrank import FLOATS
 
 _LORA = re.compile(
     r"(?P<module>.+?)(?P<inner>(\.base_layer)*)\."
-    r"((?P<kind>lora_A|lora_B)(\.[^.]+)?\.(?P<leaf>weight|bias)"
-    r"|(?P<other>lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(\.(?!weight$)[^.]+)?(\.weight)?"
+    r"((?P<kind>lora_A|lora_B)(\.(?P<of>[^.]+))?\.(?P<leaf>weight|bias)"
+    r"|(?P<other>lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
+    r"(\.(?!weight$)(?P<of_other>[^.]+))?(\.weight)?"
     r"|token_adapter\.(?P<tokens>trainable_tokens_delta)(\.[^.]+)?)"
 )
 _WRAPPED = re.compile(
@@ -46,7 +47,8 @@ _PREFIXES = ("base_model.model.", "base_model.")
 class Module:
     """What an adapter holds for one module: `inside` counts the wrappers around it.
 
-    `a` and `b` are lora_A and lora_B, or those of an embedding; `names` are the tensors' own.
+    `a` and `b` are lora_A and lora_B, or those of an embedding; `names` are the tensors' own, in which
+    PEFT's name of the adapter may be too.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Module:
     bias: Gather | None = None
     magnitude: Gather | None = None
     names: list[str] = field(default_factory=list)
+    adapter: str | None = None
 
     @property
     def product(self) -> tuple[Gather, Gather]:
@@ -91,13 +94,13 @@ def take_apart(adapter: Adapter) -> Parts:
     parts = Parts()
     modules: dict[tuple[str, int], Module] = {}
     for name, gather in adapter.gathers.items():
-        if gather.dtype.name not in FLOATS:
+        plain = _unprefixed(name)
+        match = _LORA.fullmatch(plain)
+        if match is not None and gather.dtype.name not in FLOATS:
             raise UnsupportedCheckpoint(
                 f"{adapter.name}: {name} is of {gather.dtype}, expected floating-point numbers",
                 "save the adapter unquantised",
             )
-        plain = _unprefixed(name)
-        match = _LORA.fullmatch(plain)
         if match is None:
             _add_whole(parts, adapter, name, plain, gather)
         elif match["tokens"]:
@@ -140,6 +143,13 @@ def _add(module: Module, adapter: Adapter, name: str, match: re.Match[str], gath
     mixed = place in {"a", "b"} and embedding != module.embedding and (module.a or module.b)
     if getattr(module, place) is not None or mixed or (match["leaf"] == "bias" and kind == "lora_A"):
         raise _double(adapter, name)
+    own = match["of"] or match["of_other"]
+    if module.names and own != module.adapter:
+        raise InconsistentCheckpoint(
+            f"{adapter.name}: {name} and {module.names[0]} are of two adapters",
+            "keep the tensors of one adapter, as PEFT saves them",
+        )
+    module.adapter = own
     module.embedding = module.embedding or embedding
     setattr(module, place, gather)
     module.names.append(name)

@@ -16,15 +16,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+from lazymerge.conversions.adapters.adapter import BIN as BIN
 from lazymerge.conversions.adapters.adapter import CONFIG, WEIGHTS, Adapter
 from lazymerge.errors import DamagedFile, IncompleteCheckpoint, NotACheckpoint, UnsupportedCheckpoint
+from lazymerge.files.json_text import bounded
 from lazymerge.files.local import Descriptors, LocalFile
 from lazymerge.files.safetensors_file import read_safetensors
 from lazymerge.files.stored_tensor import StoredTensor
 from lazymerge.files.torch_file import read_torch_file
 from lazymerge.gather import Gather, of_region
 
-BIN = "adapter_model.bin"
 _LARGEST_CONFIG = 1 << 24  # bytes
 _COPY_AGAIN = "copy the adapter's folder again"
 
@@ -58,7 +59,7 @@ def _config(file: LocalFile) -> dict[str, Any]:
         if file.size > _LARGEST_CONFIG:
             raise ValueError(f"{file.size} bytes")
         config = json.loads(
-            file.read(0, file.size), object_pairs_hook=_without_doubles, parse_constant=_refuse
+            bounded(file.read(0, file.size)), object_pairs_hook=_without_doubles, parse_constant=_refuse
         )
     except (ValueError, RecursionError) as error:
         raise DamagedFile(f"{file.path}: not JSON ({str(error)[:100]})", _COPY_AGAIN) from None

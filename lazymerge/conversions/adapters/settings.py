@@ -17,18 +17,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from lazymerge.conversions.adapters.adapter import Adapter
+from lazymerge.conversions.adapters.patterns import Pattern
 from lazymerge.errors import DamagedFile, SourceError, UnsupportedCheckpoint
 
 _NO_ARITHMETIC = {
-    "auto_mapping",
     "base_model_name_or_path",
     "corda_config",  # of an initialisation, which init_lora_weights names
     "ensure_weight_tying",
     "eva_config",
-    "exclude_modules",
     "inference_mode",
     "layers_pattern",
-    "layers_to_transform",
     "loftq_config",
     "lora_dropout",
     "lora_ga_config",
@@ -37,21 +35,24 @@ _NO_ARITHMETIC = {
     "qalora_group_size",
     "revision",
     "runtime_config",
-    "target_modules",  # the tensors say which modules these were
     "task_type",
     "velora_config",  # how gradients are computed
 }
 _UNDERSTOOD = {
     "alpha_pattern",
+    "auto_mapping",
     "bias",
+    "exclude_modules",
     "fan_in_fan_out",
     "init_lora_weights",
+    "layers_to_transform",
     "lora_alpha",
     "lora_bias",
     "modules_to_save",
     "peft_type",
     "r",
     "rank_pattern",
+    "target_modules",
     "target_parameters",
     "trainable_token_indices",
     "use_dora",
@@ -70,8 +71,6 @@ _REFUSED = {
 _STARTS_UNCHANGED = {"eva", "gaussian", "mica", "orthogonal"}
 _LARGEST_RANK = 1 << 20
 _LARGEST_NUMBER = 1 << 53
-_LONGEST_PATTERN = 1000
-_MOST_REPEATED = 3
 _CONVERT = (
     "save it with PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...), which makes"
     " a plain LoRA of it"
@@ -80,30 +79,38 @@ _CONVERT = (
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The fields that decide what an adapter adds; as in adapter_config.json."""
+    """The fields that decide what an adapter adds; as in adapter_config.json.
+
+    `target_modules` are names, None where they are not listed; `layers` are those of layers_to_transform;
+    `trained_as` is the class of the model, if it is known.
+    """
 
     name: str
     r: int
     alpha: float
     rslora: bool
-    rank_pattern: Mapping[str, int]
-    alpha_pattern: Mapping[str, float]
+    rank_pattern: tuple[tuple[Pattern, int], ...]
+    alpha_pattern: tuple[tuple[Pattern, float], ...]
     dora: bool
     fan_in_fan_out: bool
     keeps_tied: bool
     modules_to_save: tuple[str, ...]
+    target_modules: tuple[str, ...] | None
     target_parameters: tuple[str, ...]
+    layers: tuple[int, ...] | None
+    excludes: bool
     tokens: tuple[int, ...] | Mapping[str, tuple[int, ...]] | None
     task: str | None
+    trained_as: str | None
 
     def rank(self, module: str) -> int:
         """The rank of a module's matrices."""
-        return self.rank_pattern.get(_matching(self.rank_pattern, module), self.r)
+        return next((rank for pattern, rank in self.rank_pattern if pattern.matches(module)), self.r)
 
     def scale(self, module: str) -> float:
         """What the product of a module's matrices is multiplied with."""
-        alpha = self.alpha_pattern.get(_matching(self.alpha_pattern, module), self.alpha)
-        rank = self.rank(module)
+        found = (alpha for pattern, alpha in self.alpha_pattern if pattern.matches(module))
+        alpha, rank = next(found, self.alpha), self.rank(module)
         return alpha / math.sqrt(rank) if self.rslora else alpha / rank
 
     def is_saved_whole(self, module: str) -> bool:
@@ -111,11 +118,6 @@ class Settings:
         words = module.split(".")
         paths = [".".join(words[: at + 1]) for at in range(len(words))]
         return any(path.endswith(self.modules_to_save) for path in paths)
-
-
-def _matching(patterns: Mapping[str, Any], module: str) -> str:
-    """The first pattern that matches; the module's own name if none does, which is no key then."""
-    return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), module)
 
 
 def understand(adapter: Adapter) -> Settings:
@@ -145,15 +147,19 @@ def understand(adapter: Adapter) -> Settings:
         r=read.rank("r", r),
         alpha=alpha,
         rslora=read.flag("use_rslora"),
-        rank_pattern={key: read.rank("rank_pattern", each) for key, each in read.pattern("rank_pattern")},
-        alpha_pattern=dict(read.pattern("alpha_pattern")),
+        rank_pattern=tuple((key, read.rank("rank_pattern", n)) for key, n in read.pattern("rank_pattern")),
+        alpha_pattern=tuple(read.pattern("alpha_pattern")),
         dora=read.flag("use_dora"),
         fan_in_fan_out=read.flag("fan_in_fan_out"),
         keeps_tied=read.flag("ensure_weight_tying"),
         modules_to_save=read.names("modules_to_save"),
+        target_modules=read.names("target_modules") if read.lists("target_modules") else None,
         target_parameters=read.names("target_parameters"),
+        layers=read.layers("layers_to_transform"),
+        excludes=bool(config.get("exclude_modules") or config.get("layers_pattern")),
         tokens=read.tokens("trainable_token_indices"),
         task=read.text("task_type"),
+        trained_as=read.trained_as(),
     )
 
 
@@ -166,12 +172,12 @@ def _refuse_others(name: str, config: Mapping[str, Any]) -> None:
             f"{name}: {key[:100]} is {_shown(value)}: {why}", "merge it with PEFT, if PEFT can"
         )
     start = config.get("init_lora_weights", True)
-    if not (isinstance(start, bool) or start in _STARTS_UNCHANGED):
+    if not (isinstance(start, bool) or (isinstance(start, str) and start in _STARTS_UNCHANGED)):
         raise UnsupportedCheckpoint(
             f"{name}: init_lora_weights is {_shown(start)}, which changed the base's weights before training",
             _CONVERT,
         )
-    if config.get("bias", "none") not in {"none", "all", "lora_only"}:
+    if config.get("bias", "none") not in ("none", "all", "lora_only"):
         raise UnsupportedCheckpoint(
             f"{name}: bias is {_shown(config['bias'])}, expected none, all or lora_only", "correct it"
         )
@@ -196,6 +202,12 @@ class _Fields:
             return value
         raise self._damaged(key, value, "a text")
 
+    def trained_as(self) -> str | None:
+        """The class of the model, which PEFT notes down where there is no task_type to tell it."""
+        mapping = self._config.get("auto_mapping")
+        name = mapping.get("base_model_class") if isinstance(mapping, dict) else None
+        return name if isinstance(name, str) else None
+
     def number(self, key: str) -> float | None:
         value = self._config.get(key)
         return None if value is None else self._number(key, value)
@@ -213,15 +225,26 @@ class _Fields:
             return tuple(value)
         raise self._damaged(key, value, "a list of names")
 
-    def pattern(self, key: str) -> list[tuple[str, float]]:
+    def lists(self, key: str) -> bool:
+        """Whether the field is a list, and not a regular expression or nothing."""
+        return isinstance(self._config.get(key), list)
+
+    def layers(self, key: str) -> tuple[int, ...] | None:
+        value = self._config.get(key)
+        if value is None:
+            return None
+        layers = value if isinstance(value, list) else [value]
+        if all(type(each) is int for each in layers):
+            return tuple(layers)
+        raise self._damaged(key, value, "a layer's number, or a list of such")
+
+    def pattern(self, key: str) -> list[tuple[Pattern, float]]:
         value = self._config.get(key)
         if value is None:
             return []
         if not isinstance(value, dict):
             raise self._damaged(key, value, "names and numbers")
-        for each in value:
-            self._check_pattern(key, each)
-        return [(each, self._number(key, number)) for each, number in value.items()]
+        return [(self._pattern(key, each), self._number(key, number)) for each, number in value.items()]
 
     def tokens(self, key: str) -> tuple[int, ...] | dict[str, tuple[int, ...]] | None:
         value = self._config.get(key)
@@ -239,19 +262,14 @@ class _Fields:
 
     def _number(self, key: str, value: Any) -> float:
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if number and math.isfinite(value) and abs(value) < _LARGEST_NUMBER:
+        if number and abs(value) < _LARGEST_NUMBER:  # which infinity and NaN are not
             return float(value)
         raise self._damaged(key, value, "a number")
 
-    def _check_pattern(self, key: str, pattern: str) -> None:
-        """Refuse what is no regular expression, and what may never end: repetitions of repetitions."""
-        plain = re.sub(r"\\.|\[[^]]*\]", "x", pattern)
-        endless = re.search(r"\)[*+{]", plain) or len(re.findall(r"[*+{]", plain)) > _MOST_REPEATED
+    def _pattern(self, key: str, pattern: str) -> Pattern:
         try:
-            if len(pattern) > _LONGEST_PATTERN or endless:
-                raise ValueError("too much of it is repeated")
-            re.compile(rf"(.*\.)?({pattern})$")
-        except (ValueError, re.error, RecursionError, OverflowError) as error:
+            return Pattern(pattern)
+        except (ValueError, re.error) as error:
             raise UnsupportedCheckpoint(
                 f"{self._name}: {key} has the pattern {pattern[:200]!r}, which is not matched ({error})",
                 "write the names of the modules in full",

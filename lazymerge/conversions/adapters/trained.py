@@ -20,13 +20,22 @@ from lazymerge.conversions.adapters.adapter import Adapter
 from lazymerge.conversions.adapters.trained_config import Found, make_config
 from lazymerge.conversions.adapters.trained_names import Names, Part, told_apart
 from lazymerge.conversions.adapters.trained_shapes import targets
-from lazymerge.conversions.adapters.trained_told import BASE, EXTRACT, FOLD, ONLY, LoraOptions, Told, told
+from lazymerge.conversions.adapters.trained_told import (
+    BASE,
+    EXTRACT,
+    FOLD,
+    ONLY,
+    LoraOptions,
+    Told,
+    recorded_in,
+    told,
+)
 from lazymerge.conversions.tying import HEADS
 from lazymerge.errors import InconsistentCheckpoint, PlanError
 from lazymerge.fill import equal
 from lazymerge.gather import Gather
 
-__all__ = ["BASE", "EXTRACT", "FOLD", "ONLY", "LoraOptions", "Split", "split"]
+__all__ = ["BASE", "EXTRACT", "FOLD", "ONLY", "LoraOptions", "Split", "recorded", "split"]
 
 _EMBEDDINGS = ("embed_tokens", "lm_head")
 """Layers of which PEFT saves the base weight too, if they have LoRA: vocabularies are made longer."""
@@ -61,12 +70,17 @@ def split(
         _refuse_idle(options)
         return Split(checkpoint, ())
     if options.mode == BASE:
-        of_adapters = {part.source: "of an adapter" for part in names.parts}
-        return Split(_base(checkpoint, names, BASE, (), of_adapters), ())
+        return _unconfigured(checkpoint, names)
     if options.mode == FOLD and not names.base:
         raise PlanError(
             f"--lora {FOLD}: the checkpoint holds adapters alone, and no base model to fold them into",
             f"write them with --lora {ONLY}, then: lazymerge merge BASE OUT --adapter DIR",
+        )
+    if options.mode == FOLD and len(names.adapters) > 1:
+        raise PlanError(
+            f"--lora {FOLD}: the checkpoint holds {len(names.adapters)} adapters"
+            f" ({', '.join(names.adapters)}), and which one is meant is not said",
+            f"write them with --lora {EXTRACT}, then: lazymerge merge BASE OUT --adapter DIR",
         )
     folders = _folders(checkpoint)
     notes: list[Note] = []
@@ -86,6 +100,17 @@ def split(
     return Split(_base(checkpoint, names, options.mode, dict.fromkeys(notes), left_out), tuple(adapters))
 
 
+def _unconfigured(checkpoint: Checkpoint, names: Names) -> Split:
+    """For a comparison: the base, and adapters without configs, for which alpha need not be known."""
+    left_out: dict[str, str] = {}
+    adapters = []
+    for name in names.adapters:
+        parts = _own_parts(name, names, checkpoint, left_out)
+        gathers = {part.key: checkpoint.gathers[part.source] for part in parts}
+        adapters.append(Adapter(name, {}, gathers, checkpoint.files))
+    return Split(_base(checkpoint, names, BASE, (), left_out), tuple(adapters))
+
+
 def _refuse_idle(options: LoraOptions) -> None:
     """Refuse options for LoRA where there is none."""
     given = {
@@ -96,6 +121,11 @@ def _refuse_idle(options: LoraOptions) -> None:
     flags = [flag for flag, is_given in given.items() if is_given]
     if flags:
         raise PlanError(f"{', '.join(flags)}: there is no LoRA in this checkpoint", "leave it away")
+
+
+def recorded(checkpoint: Checkpoint) -> Path | None:
+    """verl's file on LoRA beside a checkpoint that has some; None if there is none."""
+    return recorded_in(_folders(checkpoint)) if told_apart(checkpoint.gathers) is not None else None
 
 
 def _folders(checkpoint: Checkpoint) -> list[Path]:

@@ -21,7 +21,7 @@ from typing import Any
 from lazymerge.checkpoint import Note
 from lazymerge.conversions.adapters.trained_names import Names
 from lazymerge.conversions.adapters.trained_shapes import Target
-from lazymerge.conversions.adapters.trained_told import ONLY, Told
+from lazymerge.conversions.adapters.trained_told import FOLD, ONLY, Told
 from lazymerge.errors import InconsistentCheckpoint, PlanError, UnsupportedCheckpoint
 
 HEADS = {
@@ -105,6 +105,8 @@ def make_config(
         fields["target_parameters"] = _target_parameters(on_parameters, parameters) or None
     _settle_init(fields, mode, notes)
     _settle_base(fields, config, notes)
+    if mode == FOLD:
+        notes = []  # of how it would be written
     if not told.config:
         notes.append(_note_unrecorded(found, names, mode))
     return fields, notes
@@ -289,7 +291,8 @@ def _settle_base(fields: dict[str, Any], config: Mapping[str, Any], notes: list[
 
 def _note_unrecorded(found: Found, names: Names, mode: str) -> Note:
     """What no tensor and no file of the trainer shows, and how it is written."""
-    text = f"the adapter {found.name!r} is written with use_rslora false, which its files do not record"
+    done = "folded in" if mode == FOLD else "written"
+    text = f"the adapter {found.name!r} is {done} with use_rslora false, which its files do not record"
     biases = any(clean.endswith(".bias") for clean, _ in names.inside.values())
     if biases and mode == ONLY:
         text += ", and without the biases of the base, which do not show whether they were trained"

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from lazymerge.conversions.adapters.adapter import CONFIG
 from lazymerge.errors import DamagedFile, InconsistentCheckpoint, PlanError, UnsupportedCheckpoint
+from lazymerge.files.json_text import bounded
 from lazymerge.files.local import LocalFile
 
 META = "lora_train_meta.json"
@@ -121,6 +122,11 @@ def _contradiction(one: str, other: str) -> InconsistentCheckpoint:
     )
 
 
+def recorded_in(folders: Iterable[Path]) -> Path | None:
+    """verl's file in these folders, as it is taken into account; None if there is none."""
+    return _meta(folders)[0]
+
+
 def _meta(folders: Iterable[Path]) -> tuple[Path | None, Mapping[str, Any]]:
     """verl's file and what it says; several (of folders given together) have to be the same."""
     found = {path: _checked_meta(path) for folder in folders if os.path.exists(path := folder / META)}
@@ -216,7 +222,7 @@ def _is_rank(value: Any) -> bool:
 
 
 def _is_one_of(names: tuple[str, ...]) -> Any:
-    return lambda value: value in names
+    return lambda value: isinstance(value, str) and value in names
 
 
 def _is_list_of(kind: type) -> Any:
@@ -237,7 +243,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     if file.size > _LARGEST:
         raise DamagedFile(f"{path}: {file.size} bytes, expected at most {_LARGEST}", "this is no such file")
     try:
-        content = json.loads(file.read(0, file.size).decode())
+        content = json.loads(bounded(file.read(0, file.size).decode()))
     except (ValueError, RecursionError) as error:
         reason = str(error) if isinstance(error, json.JSONDecodeError) else "not UTF-8, or nested too deep"
         raise DamagedFile(f"{path}: malformed JSON ({reason})", "repair it, or copy it again") from None

@@ -11,7 +11,7 @@ to, so that its model computes with two different weights from then on; folding 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lazymerge.boxes import Shape
@@ -25,7 +25,7 @@ _CLASSES = {
     "TOKEN_CLS": "ForTokenClassification",
     "QUESTION_ANS": "ForQuestionAnswering",
 }
-_LABELLED = ("score.weight", "classifier.weight", "classifier.out_proj.weight", "qa_outputs.weight")
+LABELLED = ("score.weight", "classifier.weight", "classifier.out_proj.weight", "qa_outputs.weight")
 _LANGUAGE_MODEL = re.compile(r"(ForCausalLM|LMHeadModel|ForConditionalGeneration)$")
 _KIND = re.compile(r"(For[A-Z]\w*|LMHeadModel|DoubleHeadsModel|Model)$")
 
@@ -106,18 +106,25 @@ def may_grow(name: str, settings: Settings) -> bool:
     return ends_with(name, EMBEDDINGS + HEADS) or settings.is_saved_whole(module)
 
 
-def head_changes(whole: Mapping[str, Shape], settings: Settings, config: Mapping[str, Any]) -> dict[str, Any]:
+def head_changes(
+    whole: Mapping[str, Shape],
+    settings: Settings,
+    config: Mapping[str, Any],
+    find: Callable[[str], str | None],
+) -> dict[str, Any]:
     """The fields that name the class and the labels of the head that was saved whole, if there is one.
 
-    `whole` has the shapes of what was. Raises `UnsupportedCheckpoint` where it is not known which class has
-    such a head.
+    `whole` has the shapes of what was; `find` gives the base's name for one. Raises `UnsupportedCheckpoint`
+    where it is not known which class has such a head.
     """
-    head = next((name for name in whole if ends_with(name, _LABELLED)), None)
+    head = next((name for name in whole if ends_with(name, LABELLED)), None)
     if head is None:
         return {}
     changes: dict[str, Any] = {}
     name = _class(config)
     kinds = [kind for kind in _CLASSES.values() if name.endswith(kind)]
+    if name and not kinds and find(head) is not None:
+        return _labels(whole[head][0], config)
     if name and not kinds:
         kind = _CLASSES.get(settings.task or "")
         if kind is None or not _KIND.search(name):

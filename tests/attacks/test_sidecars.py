@@ -1,0 +1,121 @@
+"""Sidecars that are links, pipes, devices or programs: only plain files of known names get into a result."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from tests.attacks.forge import entry, safetensors
+from tests.attacks.harness import Attacker, assert_harmless
+
+NAMES = ("config.json", "tokenizer.model", "chat_template.jinja", "generation_config.json", "x.tiktoken")
+
+
+def model(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    safetensors(folder / "model.safetensors", {"w": entry((4,), 0, 16)}, bytes(16))
+    return folder
+
+
+@pytest.mark.parametrize("target", ["/etc/passwd", "/dev/zero", "outside", "/", "loop", "/proc/self/environ"])
+@pytest.mark.parametrize("name", NAMES)
+def test_links(attacker: Attacker, name: str, target: str) -> None:
+    model(attacker.src)
+    place = {"outside": attacker.outside / "secret", "loop": attacker.src / name}.get(target, target)
+    os.symlink(place, attacker.src / name)
+    attacker.refused(name)
+
+
+@pytest.mark.parametrize("name", ["huggingface", "additional_chat_templates"])
+def test_folders_that_are_links(attacker: Attacker, name: str) -> None:
+    """A folder of sidecars may be elsewhere only where the user says so."""
+    model(attacker.src)
+    for each in ("config.json", "tokenizer.model", "x.jinja"):
+        (attacker.outside / each).write_text("{}")
+    os.symlink(attacker.outside, attacker.src / name)
+    outcome = attacker.merge()
+    assert_harmless(outcome)
+    assert outcome.code == (2 if name == "huggingface" else 0)
+    got = {path.name for path in attacker.out.rglob("*")} if attacker.out.exists() else set()
+    assert got <= {"model.safetensors"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pipes_and_sockets(attacker: Attacker, name: str) -> None:
+    model(attacker.src)
+    os.mkfifo(attacker.src / name)
+    attacker.refused(name)
+
+
+def test_a_cache_whose_store_is_a_link(attacker: Attacker) -> None:
+    """The hub's cache is known by its folders; here they are made so that its links lead out of it."""
+    src = model(attacker.src / "models--a--b" / "snapshots" / "0123")
+    os.symlink(attacker.outside, attacker.src / "models--a--b" / "blobs")
+    os.symlink("../../blobs/secret", src / "tokenizer.model")
+    attacker.refused("tokenizer.model", src=src)
+
+
+def test_a_cache_whose_links_lead_out(attacker: Attacker) -> None:
+    src = model(attacker.src / "models--a--b" / "snapshots" / "0123")
+    blobs = attacker.src / "models--a--b" / "blobs"
+    blobs.mkdir()
+    os.symlink(attacker.outside / "secret", blobs / "abcd")
+    os.symlink("../../blobs/abcd", src / "tokenizer.model")
+    attacker.refused("tokenizer.model", src=src)
+
+
+def test_a_cache_as_the_hub_has_it(attacker: Attacker) -> None:
+    src = model(attacker.src / "models--a--b" / "snapshots" / "0123")
+    blobs = attacker.src / "models--a--b" / "blobs"
+    blobs.mkdir()
+    (blobs / "abcd").write_text("tokens")
+    os.symlink("../../blobs/abcd", src / "tokenizer.model")
+    outcome = attacker.merge(*("--no-check", "--names", "runtime"), src=src)
+    assert_harmless(outcome)
+    assert (attacker.out / "tokenizer.model").read_text() == "tokens"
+
+
+def test_modes_and_names(attacker: Attacker) -> None:
+    """Nothing to execute, no setuid, no writing by others, nor any file that a model does not need."""
+    src = model(attacker.src)
+    taken = ("config.json", "tokenizer.model", "modeling.py")
+    left = ("run.sh", ".bashrc", "sitecustomize.so", "x.exe", "__init__.pyc", "..jinja.sh", "authorized_keys")
+    for name in (*taken, *left):
+        (src / name).write_text('{"auto_map": {"AutoModel": "modeling.X"}}')
+        (src / name).chmod(0o6777)
+    outcome = attacker.merge()
+    assert_harmless(outcome)
+    assert {path.name for path in attacker.out.iterdir()} == {"model.safetensors", *taken}
+    for path in attacker.out.iterdir():
+        mode = path.lstat().st_mode
+        assert stat.S_ISREG(mode)
+        assert not mode & 0o7133, oct(mode)
+
+
+def test_a_link_in_the_destination(attacker: Attacker) -> None:
+    """What a stranger left in DST does not lead writing elsewhere."""
+    model(attacker.src)
+    (attacker.src / "config.json").write_text("{}")
+    attacker.out.mkdir(parents=True)
+    secret = attacker.outside / "secret"
+    for name in ("config.json", "model.safetensors"):
+        os.symlink(secret, attacker.out / name)
+    outcome = attacker.merge("--overwrite", "--no-check", "--names", "runtime")
+    assert_harmless(outcome)
+    assert secret.read_text() == "nobody may read this"
+    assert outcome.code == 2 or not (attacker.out / "config.json").is_symlink()
+
+
+@pytest.mark.parametrize("name", [".lazymerge", ".lazymerge-ended"])
+def test_a_folder_in_the_destination_that_is_a_link(attacker: Attacker, name: str) -> None:
+    model(attacker.src)
+    (attacker.src / "additional_chat_templates").mkdir()
+    (attacker.src / "additional_chat_templates" / "x.jinja").write_text("x")
+    attacker.out.mkdir(parents=True)
+    os.symlink(attacker.outside, attacker.out / name)
+    outcome = attacker.merge("--overwrite", "--no-check", "--names", "runtime")
+    assert not outcome.violations, outcome.violations
+    assert [path.name for path in attacker.outside.iterdir()] == ["secret"]
