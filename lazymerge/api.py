@@ -369,9 +369,12 @@ def _described(plan: Plan, spending: Spending) -> str:
 
 
 def _disk_free(folder: Path) -> int:
-    """Bytes that are free where the folder is, or will be."""
+    """Bytes that are free where the folder is, or will be; 0 where that is not known."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    return shutil.disk_usage(there).free
+    try:
+        return shutil.disk_usage(there).free
+    except OSError:  # a file system that does not say
+        return 0
 
 
 def _report(

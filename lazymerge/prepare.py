@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from lazymerge.checkpoint import Checkpoint, Note
-from lazymerge.conversions.adapters.adapter import BIN as BIN_OF_ADAPTER
 from lazymerge.conversions.adapters.adapter import CONFIG as CONFIG_OF_ADAPTER
 from lazymerge.conversions.adapters.adapter import WEIGHTS, Adapter
 from lazymerge.conversions.adapters.trained import EXTRACT, FOLD, ONLY, LoraOptions, recorded, split
@@ -166,11 +165,9 @@ def refuse_adapter_in(folder: Path, prepared: Prepared) -> None:
     """Refuse a whole model beside an adapter of something else, which loaders would put on it."""
     if not prepared.checkpoint.gathers:
         return
-    names = (CONFIG_OF_ADAPTER, WEIGHTS, BIN_OF_ADAPTER)
-    stray = next((name for name in names if (folder / name).exists()), None)
-    if stray is not None:
+    if (folder / CONFIG_OF_ADAPTER).exists():
         raise OutputError(
-            f"{folder}: holds {stray}, and transformers would put that adapter on the model that is written",
+            f"{folder}: holds {CONFIG_OF_ADAPTER}, and transformers would put that adapter on the result",
             "give another folder for the result, or remove the adapter's files",
         )
 

@@ -537,3 +537,16 @@ def test_a_cast_that_overflows_leaves_nothing_that_loads(source, tmp_path, out):
     assert [path.name for path in out.iterdir()] in ([], [".lazymerge"])
     lazymerge.merge(src, out, dtype="bfloat16")
     assert_same_model(out, {name: tensor.bfloat16() for name, tensor in state.items()})
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_a_link_inside_the_destination_is_not_followed(src, out, tmp_path, overwrite):
+    """A file of the result would go to where it leads."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    lazymerge.merge(src, out)
+    shutil.rmtree(out / "additional_chat_templates")
+    (out / "additional_chat_templates").symlink_to(elsewhere)
+    with pytest.raises(OutputError):
+        lazymerge.merge(src, out, overwrite=overwrite)
+    assert not list(elsewhere.iterdir())

@@ -138,7 +138,7 @@ def test_increments_with_the_adapter_first(made: MadeLora, out: Path):
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
-def test_verifying_compares_the_base(made: MadeLora, tmp_path: Path, out: Path):
+def test_verifying_compares_base_and_adapter(made: MadeLora, tmp_path: Path, out: Path):
     """Without an alpha too, which only the adapter's config needs; what is not compared is said."""
     root = tmp_path / "run"
     shutil.copytree(made.root, root)
@@ -147,8 +147,12 @@ def test_verifying_compares_the_base(made: MadeLora, tmp_path: Path, out: Path):
     lazymerge.merge(made.root, out)
     report = lazymerge.verify(root, out)
     assert report.same
-    assert len(report.left_out) == 12
+    assert report.comparison.tensors == len(made.base) + 12
+    report = lazymerge.verify(root, out, base_only=True)
+    assert report.same
     assert report.comparison.tensors == len(made.base)
+    shutil.rmtree(out / "lora_adapter")
+    assert not lazymerge.verify(root, out).same
 
 
 @pytest.mark.parametrize("mode", ["extract", "only", "fold"])

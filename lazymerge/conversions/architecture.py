@@ -32,7 +32,7 @@ from lazymerge.conversions.contradiction import are_fields, contradiction, liste
 from lazymerge.conversions.model_process import as_json
 from lazymerge.conversions.model_process import ask as _ask
 from lazymerge.conversions.quantised import without_quantised
-from lazymerge.errors import DamagedFile, LazymergeError
+from lazymerge.errors import DamagedFile, LazymergeError, PlanError
 
 Shape = tuple[int, ...]
 
@@ -140,7 +140,8 @@ def described(
 
 def classes(config: Mapping[str, Any]) -> list[str]:
     """Classes that may be the model's where `expected` knows none: what `architectures` has behind a class
-    that transformers lacks, or what transformers lists for `model_type`. Raises as `expected`.
+    that transformers lacks, or what transformers lists for `model_type`. None where transformers cannot be
+    asked, as under a tight limit of memory: they would only have been tried. Raises as `expected` else.
     """
     names = config.get("architectures")
     if not isinstance(config.get("model_type"), str) and not (isinstance(names, list) and len(names) > 1):
@@ -149,7 +150,10 @@ def classes(config: Mapping[str, Any]) -> list[str]:
     key = as_json(request)
     found = remembered(key)
     if not _are_texts(found):
-        found = (_ask(request) or {}).get("classes", [])
+        try:
+            found = (_ask(request) or {}).get("classes", [])
+        except PlanError:
+            return []
         remember(key, found)
     return list(found)
 

@@ -75,7 +75,8 @@ def ask(request: dict[str, Any]) -> dict[str, Any] | None:
     except ValueError as error:
         raise PlanError(
             f"building the model of config.json ended with exit code {done.returncode}",
-            "see that `python -c 'import transformers'` works, or merge with --no-check",
+            "see that `python -c 'import transformers'` works here (it takes some 500 MB: ulimit -d, -v), or"
+            " merge with --no-check --names runtime",
         ) from error
     if "too large" in answer:
         raise _beyond_bounds(request["config"])

@@ -47,6 +47,9 @@ _OTHERS = re.compile(
 )
 """How parts of PEFT's other methods begin, beside a base layer; of LoRA's variants (AdaLoRA, KaSA) too."""
 
+_LONGEST_NAME = 200
+"""Bytes of an adapter's name, which becomes that of a folder."""
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -193,7 +196,7 @@ def _part(name: str, match: re.Match[str], seen: _Seen, root: str) -> Part:
             "leave the tensors of one of the models out with --exclude",
         )
     adapter, wrapped = match["adapter"], match["module"]
-    if re.search(r"[/\\\x00-\x1f]", adapter):
+    if re.search(r"[/\\\x00-\x1f]", adapter) or len(adapter.encode(errors="replace")) > _LONGEST_NAME:
         raise UnsupportedCheckpoint(
             f"{name}: an adapter called {adapter!r}, which is no name for a folder", "rename the adapter"
         )
