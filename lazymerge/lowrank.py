@@ -46,8 +46,9 @@ _FIRST_NONFINITE = {"float64": 0x7FF0 << 48, "float32": 0x7F80 << 16, "float16":
 _GRAIN = 1 << 17
 """Elements that are computed together: they, and a product of their size, stay in a processor's cache."""
 
-_MEASURED = 16
-"""Grains whose operands are read together where columns are measured."""
+_TOGETHER = 16
+"""Grains that are read together, of the base and where columns are measured: a call for each costs as much
+as what is computed of it."""
 
 _TILE_ROWS = 32
 _TILE_WORK = 1 << 17
@@ -167,11 +168,13 @@ class LowRank:
         return source // self.base.dtype.itemsize * self.dtype.itemsize
 
     def working_set(self, nbytes: int) -> int:
-        """Two grains in the wide type, one in the base's, and the operands of as many rows."""
+        """Two grains in the wide type, several in the base's, and the operands of as many rows."""
         columns = max(1, self.base.shape[1])
-        least = self._grain() if self.magnitude is None else _MEASURED * self._grain()
+        least = self._grain() if self.magnitude is None else _TOGETHER * self._grain()
         rows = max(least, nbytes // (columns * self.dtype.itemsize))
-        held: int = self._grain() * columns * (2 * self.wide.itemsize + self.base.dtype.itemsize)
+        together = min(rows, _TOGETHER * self._grain())
+        held: int = 2 * self._grain() * columns * self.wide.itemsize
+        held += together * columns * self.base.dtype.itemsize
         for term in self.terms:
             held += rows * term.left.shape[1] * 2 * self.wide.itemsize
             if term.right is not None:
@@ -239,8 +242,8 @@ class LowRank:
         rows, columns = self.base.shape
         grain = self._grain()
         squares = np.zeros(columns, np.float64)
-        for first in range(0, rows, _MEASURED * grain):
-            sums = _Sums(self, first, min(rows, first + _MEASURED * grain))
+        for first in range(0, rows, _TOGETHER * grain):
+            sums = _Sums(self, first, min(rows, first + _TOGETHER * grain))
             for at in range(first, sums.end, grain):
                 block = sums.rows(at, min(grain, rows - at))
                 squares += np.einsum("ij,ij->j", block, block, dtype=np.float64)
@@ -276,7 +279,9 @@ class _Sums:
         grain = (source._grain(), source.base.shape[1])
         self._block = np.empty(grain, source.wide)
         self._product = np.empty(grain, source.wide)
-        self._scratch = np.empty(math.prod(grain) * source.base.dtype.itemsize, np.uint8)
+        together = (min(end - begin, _TOGETHER * grain[0]), grain[1])
+        self._base = np.empty(together, FLOATS[source.base.dtype.name])
+        self._base_at = self._base_end = begin
         self._pairs: list[tuple[Floats, Floats | None, float]] = []
         for term in source.terms:
             window = Box((begin, 0), (end - begin, term.left.shape[1]))
@@ -293,7 +298,7 @@ class _Sums:
     def rows(self, at: int, count: int) -> Floats:
         """The sums of at most a grain of rows from `at` on, valid until the next call."""
         block, product = self._block[:count], self._product[:count]
-        _read_into(self.source.base, Box((at, 0), block.shape), block, self._scratch)
+        _widen(self._rows_of_base(at, count), block)
         for left, right, scale in self._pairs:
             part = left[at - self.begin : at - self.begin + count]
             if right is None:
@@ -304,6 +309,15 @@ class _Sums:
                 product *= scale
             block += product
         return block
+
+    def _rows_of_base(self, at: int, count: int) -> Floats:
+        """Rows of the base in its own type; those behind them are read with them."""
+        if not self._base_at <= at <= at + count <= self._base_end:
+            self._base_at = at
+            self._base_end = min(self.end, at + len(self._base))
+            rows = self._base[: self._base_end - at]
+            fill(self.source.base, Box((at, 0), rows.shape), rows.reshape(-1).view(np.uint8).data, SCRATCH)
+        return self._base[at - self._base_at : at - self._base_at + count]
 
 
 def _multiply(left: Floats, right: Floats, result: Floats) -> None:
@@ -343,8 +357,12 @@ def _read_into(gather: Gather, window: Box, result: Floats, scratch: NDArray[np.
         return
     raw = scratch[: window.numel * narrow.itemsize]
     fill(gather, window, raw.data, SCRATCH)
-    raw = raw.view(narrow).reshape(window.shape)
-    if gather.dtype.name == "bfloat16" and result.itemsize == 4:  # the upper half of a float32
-        np.left_shift(raw.view(np.uint16), 16, out=result.view(np.uint32), dtype=np.uint32)
+    _widen(raw.view(narrow).reshape(window.shape), result)
+
+
+def _widen(values: NDArray[Any], result: Floats) -> None:
+    """``result[...] = values``"""
+    if values.dtype == FLOATS["bfloat16"] and result.itemsize == 4:  # the upper half of a float32
+        np.left_shift(values.view(np.uint16), 16, out=result.view(np.uint32), dtype=np.uint32)
     else:
-        np.copyto(result, raw)
+        np.copyto(result, values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,6 +30,9 @@ class Progress:
     file: str | None = None
 
 
+_MEASURED = 0.02
+"""Seconds between two looks at the memory."""
+
 OnProgress = Callable[[Progress], None]
 
 
@@ -39,6 +43,8 @@ class Meter:
     on_progress: OnProgress | None
     done: int = 0
     _peak: int = 0
+    _measured: float = 0.0
+    _resident: int = 0
     _highest_before: int = field(default_factory=lambda: high_water())
     _lock: Any = field(default_factory=threading.Lock)
 
@@ -49,11 +55,13 @@ class Meter:
             self.tell(stage, self.done, total, file)
 
     def tell(self, stage: str, done: int, total: int, file: str | None) -> None:
-        """Tell where the merge is."""
-        now = resident()
-        self._peak = max(self._peak, now)
+        """Tell where the merge is; with the memory of a moment ago, since asking costs as much as a copy."""
+        now = time.monotonic()
+        if now >= self._measured + _MEASURED:
+            self._measured, self._resident = now, resident()
+            self._peak = max(self._peak, self._resident)
         if self.on_progress is not None:
-            self.on_progress(Progress(stage, done, total, now, file))
+            self.on_progress(Progress(stage, done, total, self._resident, file))
 
     def peak(self) -> int:
         """The most resident memory since this began, in bytes, as far as it can be known.
