@@ -580,6 +580,8 @@ def test_any_call_may_fail(faulty: Merges, source, tmp_path: Path, name: str, co
                 assert "\n" not in done.error[1], where
                 again = faulty(src=src, dst=out, **variant.options)
                 assert again.status == 0, (where, again)
+            if call == "rmdir" and done.status == 0 and (out / ".lazymerge").is_dir():
+                (out / ".lazymerge").rmdir()  # empty: a folder that could not be removed is no failed merge
             assert differing(out, expected) == [], where
             shutil.rmtree(out)
             shutil.rmtree(tmp_path / "older-out", ignore_errors=True)
