@@ -15,6 +15,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import asdict
+from math import prod
 from pathlib import Path
 
 from benches import roads
@@ -91,12 +92,10 @@ def write(run: Path, recipe: Recipe) -> None:
     )
     for pp in range(PP):
         for tp in range(TP):
-            model = {
-                name: values(noise, shape[0] * (shape[1] if len(shape) > 1 else 1), number * 7919 + tp).view(
-                    shape
-                )
-                for number, (name, shape) in enumerate(_shapes(recipe.layers // PP, pp))
-            }
+            model = {}
+            for number, (name, shape) in enumerate(_shapes(recipe.layers // PP, pp)):
+                own = tp if len(shape) > 1 else 0  # norms are the same on all tensor-parallel ranks
+                model[name] = values(noise, prod(shape), number * 7919 + own).view(shape)
             folder = run / "iter_0000001" / f"mp_rank_{tp:02d}_{pp:03d}"
             folder.mkdir(parents=True)
             state = {"args": args, "checkpoint_version": 3.0, "iteration": 1, "model": model}
