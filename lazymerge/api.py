@@ -6,7 +6,6 @@ import logging
 import os
 import shutil
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,19 +14,19 @@ from typing import Any
 
 import lazymerge
 from lazymerge.budget import Spending, default_budget, spend
-from lazymerge.checkpoint import Checkpoint, Note
+from lazymerge.checkpoint import Checkpoint
+from lazymerge.claim import check_destination, claim
 from lazymerge.conversions.adapters.trained import EXTRACT, LoraOptions
 from lazymerge.conversions.hub import HubOptions
 from lazymerge.conversions.naming import strip_wrappers
-from lazymerge.errors import InconsistentCheckpoint, PlanError, SourceError, VerificationError
+from lazymerge.copies import compare_copies
+from lazymerge.errors import PlanError, SourceError, VerificationError
 from lazymerge.execute import write_file
 from lazymerge.files.size import parse_size
-from lazymerge.fill import equal
 from lazymerge.formats.registry import OpenOptions, open_checkpoint
-from lazymerge.gather import of_region
 from lazymerge.hub.send import accessible, send
 from lazymerge.increments import grown, held, record_of
-from lazymerge.output import Destination, check_destination, claim, sources_of
+from lazymerge.output import Destination, sources_of
 from lazymerge.plan import SAFETENSORS, Plan
 from lazymerge.prepare import CONVERT, MERGE, Options, Prepared, prepare, refuse_adapter_in
 from lazymerge.report import MergeReport, Meter, OnProgress, make_report
@@ -36,9 +35,6 @@ Pathlike = str | os.PathLike[str]
 Sources = Pathlike | Sequence[Pathlike]
 
 log = logging.getLogger("lazymerge")
-
-_OF_TWO_RUNS = 3
-"""Copies from which on two ranks that agree in none of them are no drift of one run."""
 
 
 def open(  # noqa: A001 - `lazymerge.open` is what it does
@@ -203,7 +199,7 @@ def merge(
         return _report(folder, prepared, spending, budget, started, meter, dry_run=True)
     with claim(folder, sources, overwrite=overwrite) as destination:
         if check_copies:
-            prepared = _compare_copies(prepared, strict, meter)
+            prepared = compare_copies(prepared, strict, meter)
         selection = {"include": list(options.include), "exclude": list(options.exclude)}
         files = {file.name: file.size for file in prepared.plan.files}
         job = {**identity, **selection, "files": files, "kept": sorted(prepared.kept)}
@@ -283,35 +279,6 @@ def _verify(
     )
 
 
-def _compare_copies(prepared: Prepared, strict: bool, meter: Meter) -> Prepared:
-    """Compare what several ranks hold; those that differ become warnings, or an error."""
-    notes: dict[str, Note] = {}
-    compared: Counter[tuple[str, str]] = Counter()
-    differing: Counter[tuple[str, str]] = Counter()
-    names = {*prepared.checkpoint.gathers, *(name for each in prepared.adapters.values() for name in each)}
-    for copy in prepared.checkpoint.copies():
-        if copy.name not in names:
-            continue
-        meter.tell("check", 0, 0, copy.name)
-        files = copy.used.source.name, copy.other.source.name
-        compared[files] += 1
-        if equal(of_region(copy.used), of_region(copy.other)):
-            continue
-        differing[files] += 1
-        text = f"{copy.source or copy.name} differs between {files[0]} and {files[1]}"
-        if strict:
-            raise InconsistentCheckpoint(text, "merge without --strict to take the first one's values")
-        notes.setdefault(copy.name, Note("warning", f"{text}; the first one's values are taken", copy.name))
-    for (one, other), count in differing.items():
-        if count == compared[one, other] >= _OF_TWO_RUNS:
-            raise InconsistentCheckpoint(
-                f"{other}: differs from {one} in all {count} tensors that both hold: it is of another save",
-                "bring together the files of one save, or merge with --no-check-copies if it is one",
-            )
-    log.debug("checked %d copies that ranks share, %d tensors differ", compared.total(), len(notes))
-    return replace(prepared, checkpoint=prepared.checkpoint.with_notes(*notes.values()))
-
-
 def _write(
     prepared: Prepared,
     destination: Destination,
@@ -368,13 +335,13 @@ def _described(plan: Plan, spending: Spending) -> str:
     )
 
 
-def _disk_free(folder: Path) -> int:
-    """Bytes that are free where the folder is, or will be; 0 where that is not known."""
+def _disk_free(folder: Path) -> int | None:
+    """Bytes that are free where the folder is, or will be; None where the file system does not say."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     try:
         return shutil.disk_usage(there).free
-    except OSError:  # a file system that does not say
-        return 0
+    except OSError:
+        return None
 
 
 def _report(

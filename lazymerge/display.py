@@ -95,10 +95,10 @@ def _measured(report: MergeReport) -> Iterator[tuple[str, Sequence[str]]]:
 
 def _foreseen(report: MergeReport) -> Iterator[tuple[str, Sequence[str]]]:
     yield "read", [format_size(report.bytes_read)]
-    yield (
-        "write",
-        [f"{format_size(report.disk)} of {format_size(report.disk_free)} that are free on the disk"],
+    free = (
+        "" if report.disk_free is None else f" of {format_size(report.disk_free)} that are free on the disk"
     )
+    yield "write", [f"{format_size(report.disk)}{free}"]
     yield (
         "memory",
         [f"{format_size(report.predicted_peak)} at most, of a budget of {format_size(report.budget)}"],
@@ -122,17 +122,14 @@ def _first(lines: Sequence[str], everything: bool) -> Sequence[str]:
 def _remarks(report: MergeReport) -> Iterator[str]:
     """Notes, then warnings, since what is last is read."""
     notes = sorted(report.notes, key=lambda note: note.level == "warning")
-    if notes or _disk_is_short(report):
+    missing = report.disk - report.disk_free if report.dry_run and report.disk_free is not None else 0
+    if notes or missing > 0:
         yield ""
     for note in notes:
         yield f"{_label(note.level)}{printable(note.text)}"
-    if _disk_is_short(report):
-        missing = format_size(report.disk - report.disk_free)
-        yield f"{_label('warning')}the disk of {printable(str(report.destination))} is short of {missing}"
-
-
-def _disk_is_short(report: MergeReport) -> bool:
-    return report.dry_run and report.disk_free < report.disk
+    if missing > 0:
+        short = format_size(missing)
+        yield f"{_label('warning')}the disk of {printable(str(report.destination))} is short of {short}"
 
 
 def _label(level: str) -> str:

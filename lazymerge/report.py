@@ -78,7 +78,8 @@ class MergeReport:
 
     Sizes are in bytes, times in seconds. `per_dtype` is dtype -> (tensors, bytes). `left_out` is what
     of the source is not in the result -> why. `resumed` are files that an earlier run had finished.
-    `disk` is what the result takes, sidecars included, and `disk_free` what its file system has left.
+    `disk` is what the result takes, sidecars included, and `disk_free` what its file system has left (None:
+    it does not say).
     `budget` bounds `peak`, the resident memory of the process.
     """
 
@@ -93,7 +94,7 @@ class MergeReport:
     bytes_read: int
     bytes_written: int
     disk: int
-    disk_free: int
+    disk_free: int | None
     workers: int
     block: int
     budget: int
@@ -124,7 +125,7 @@ def make_report(
     spending: Spending,
     *,
     budget: int,
-    disk_free: int,
+    disk_free: int | None,
     dry_run: bool,
     seconds: float,
     peak: int,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -211,3 +212,14 @@ def test_nothing_is_kept_where_the_user_says_so(asked, monkeypatch, tmp_path):
         architecture.expected(CONFIG)
     assert len(asked) == 2
     assert kept(tmp_path) == []
+
+
+def test_reading_an_answer_takes_its_own_size_in_memory():
+    """Not that of the largest there may be, which a merge under a tight limit has not."""
+    answers.remember("question", {"small": 1})
+    tracemalloc.start()
+    try:
+        assert answers.remembered("question") == {"small": 1}
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()

@@ -362,6 +362,12 @@ def test_a_dry_run_warns_of_a_full_disk():
     assert "the disk of out is short of 1.5 GB" in text
 
 
+def test_a_dry_run_where_the_file_system_does_not_say_what_is_free():
+    text = shown(dry_run=True, disk_free=None)
+    assert "write     2 GB\n" in text
+    assert "short" not in text
+
+
 def test_a_name_cannot_steer_the_terminal():
     text = shown(left_out={"w\x1b]0;gotcha\x07\n[red]": "no\rno"})
     assert r"w\x1b]0;gotcha\x07\n[red]: no\rno" in text

@@ -11,7 +11,7 @@ import click
 from lazymerge.cli import verl
 from lazymerge.cli.failures import failures_told
 from lazymerge.cli.hub import hub_options
-from lazymerge.cli.options import FOLDER, examples, print_json, talk_options
+from lazymerge.cli.options import FOLDER, examples, print_json, reading_options, talk_options
 from lazymerge.display import logged, progress_shown, report_lines
 
 UNCHANGED = 4
@@ -25,16 +25,11 @@ UNCHANGED = 4
         "merge checkpoints/global_step_100 model/ --dtype bfloat16 --max-ram 1GB",
         "merge checkpoints/global_step_100 value/ --component critic",
         "merge megatron/iter_0000100 model/ --hf-config Qwen3-30B-A3B/",
+        "merge Qwen3-8B/ model/ --adapter my-lora/ --verify",
         "merge node0/actor node1/actor model/ --json | jq .peak",
     )
 )
 @click.argument("paths", metavar="SRC... DST", nargs=-1, type=FOLDER)
-@click.option(
-    "--max-ram",
-    metavar="SIZE",
-    help="Resident memory at most, as 16GB (10^9), 512MiB (2^20) or bytes; the result is the same."
-    "  [default: 2GB, or half of what is free if that is less]",
-)
 @click.option("--dtype", metavar="TYPE", help="Cast the weights, for example to bfloat16.  [default: keep]")
 @click.option(
     "--max-shard-size",
@@ -53,48 +48,6 @@ UNCHANGED = 4
 @click.option("--include", metavar="PATTERN", multiple=True, help="Only tensors of such names. Repeatable.")
 @click.option("--exclude", metavar="PATTERN", multiple=True, help="No tensors of such names. Repeatable.")
 @click.option(
-    "--component",
-    metavar="[actor|critic|NAME]",
-    default="actor",
-    show_default=True,
-    help="Which model of a run, where SRC is a run or one of its steps.",
-)
-@click.option(
-    "--fsdp-version",
-    type=click.Choice(["1", "2"]),
-    callback=lambda context, option, value: value and int(value),
-    help="What wrote the ranks, where they do not say it.",
-)
-@click.option(
-    "--world-size",
-    metavar="N",
-    type=click.IntRange(min=1),
-    help="How many ranks there were, where SRC holds files of several runs.",
-)
-@click.option(
-    "--hf-config", metavar="DIR", type=FOLDER, help="Config and tokenizer, before those that SRC has."
-)
-@click.option(
-    "--family",
-    metavar="NAME|FILE",
-    help="Megatron: the table of names; FILE is Python with an object FAMILY.  [default: by config.json]",
-)
-@click.option(
-    "--param-mapping",
-    metavar="OLD:NEW|FILE",
-    multiple=True,
-    help="Megatron: where a tensor goes that no table knows; {} in OLD is any one part of a name, an empty"
-    " NEW leaves it out. FILE has one a line. Repeatable.",
-)
-@click.option(
-    "--tie-word-embedding",
-    is_flag=True,
-    help="Megatron: the output layer is the embedding, whatever config.json and the files say.",
-)
-@click.option(
-    "--is-value-model", is_flag=True, help="Megatron: the output layer is a value head: score.weight."
-)
-@click.option(
     "--force-shape-match",
     is_flag=True,
     help="Megatron: crop or zero-pad what differs in size from config.json; each tensor is reported.",
@@ -103,18 +56,13 @@ UNCHANGED = 4
     "--check/--no-check",
     default=True,
     show_default=True,
-    help="Megatron: compare names and shapes with the model that transformers builds from config.json.",
+    help="Compare names and shapes with the model that transformers builds from config.json.",
 )
 @click.option(
     "--backfill",
     metavar="DIR",
     type=FOLDER,
     help="Megatron: a folder with the base model, for parts that the checkpoint lacks: a vision tower, MTP.",
-)
-@click.option(
-    "--trust-remote-code",
-    is_flag=True,
-    help="Run the model code that config.json names, to check names and shapes against it.",
 )
 @click.option(
     "--lora",
@@ -154,12 +102,6 @@ UNCHANGED = 4
     "  [default: both, in one pass]",
 )
 @click.option(
-    "--max-workers",
-    metavar="N",
-    type=click.IntRange(min=1),
-    help="Threads, 64 at most.  [default: 4, or the cores]",
-)
-@click.option(
     "--strict/--no-strict",
     default=False,
     show_default=True,
@@ -192,6 +134,7 @@ UNCHANGED = 4
     help="Upload the result, after --verify; whether that can be done is asked before the merge.",
 )
 @click.option("--target-dir", metavar="DIR", type=FOLDER, help="verl's name of DST.")
+@reading_options
 @verl.source_options
 @talk_options
 def merge(

@@ -37,6 +37,77 @@ def talk_options(command: Command) -> Command:
     return command
 
 
+def reading_options(command: Command) -> Command:
+    """The options of every command that opens checkpoints: what is read, and with how much memory."""
+    for option in (
+        click.option(
+            "--max-workers",
+            metavar="N",
+            type=click.IntRange(min=1),
+            help="Threads, 64 at most.  [default: 4, or the cores]",
+        ),
+        click.option(
+            "--max-ram",
+            metavar="SIZE",
+            help="Resident memory at most, as 16GB (10^9), 512MiB (2^20) or bytes; the result is the same."
+            "  [default: 2GB, or half of what is free if that is less]",
+        ),
+        click.option(
+            "--trust-remote-code",
+            is_flag=True,
+            help="Run the model code that config.json names, to know its names and shapes.",
+        ),
+        click.option(
+            "--is-value-model", is_flag=True, help="Megatron: the output layer is a value head: score.weight."
+        ),
+        click.option(
+            "--tie-word-embedding",
+            is_flag=True,
+            help="Megatron: the output layer is the embedding, whatever config.json and the files say.",
+        ),
+        click.option(
+            "--param-mapping",
+            metavar="OLD:NEW|FILE",
+            multiple=True,
+            help="Megatron: where a tensor goes that no table knows; {} in OLD is any one part of a name, an"
+            " empty NEW leaves it out. FILE has one a line. Repeatable.",
+        ),
+        click.option(
+            "--family",
+            metavar="NAME|FILE",
+            help="Megatron: the table of names; FILE is Python with an object FAMILY."
+            "  [default: by config.json]",
+        ),
+        click.option(
+            "--hf-config",
+            metavar="DIR",
+            type=FOLDER,
+            help="Config and tokenizer, before those beside the weights.",
+        ),
+        click.option(
+            "--world-size",
+            metavar="N",
+            type=click.IntRange(min=1),
+            help="How many ranks there were, where a folder holds files of several runs.",
+        ),
+        click.option(
+            "--fsdp-version",
+            type=click.Choice(["1", "2"]),
+            callback=lambda context, option, value: value and int(value),
+            help="What wrote the ranks, where they do not say it.",
+        ),
+        click.option(
+            "--component",
+            metavar="[actor|critic|NAME]",
+            default="actor",
+            show_default=True,
+            help="Which model of a run, where a run or one of its steps is given.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
 def print_json(content: Mapping[str, Any]) -> None:
     """Print one JSON object on stdout."""
     click.echo(json.dumps(content, indent=2))

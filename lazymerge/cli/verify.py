@@ -11,7 +11,7 @@ import click
 
 from lazymerge.cli import verl
 from lazymerge.cli.failures import failures_told
-from lazymerge.cli.options import FOLDER, examples, print_json, talk_options
+from lazymerge.cli.options import FOLDER, examples, print_json, reading_options, talk_options
 from lazymerge.display import duration, logged, printable, progress_shown
 from lazymerge.errors import VerificationError
 from lazymerge.files.size import format_size
@@ -68,47 +68,7 @@ _SHOWN = 60
 @click.option(
     "--forward", is_flag=True, help="Also run both folders in transformers, in fp32, and compare the logits."
 )
-@click.option(
-    "--component",
-    metavar="[actor|critic|NAME]",
-    default="actor",
-    show_default=True,
-    help="Which model of a run, where A or B is a run or one of its steps.",
-)
-@click.option(
-    "--fsdp-version",
-    type=click.Choice(["1", "2"]),
-    callback=lambda context, option, value: value and int(value),
-    help="What wrote the ranks, where they do not say it.",
-)
-@click.option(
-    "--world-size",
-    metavar="N",
-    type=click.IntRange(min=1),
-    help="How many ranks there were, where a folder holds files of several runs.",
-)
-@click.option("--hf-config", metavar="DIR", type=FOLDER, help="Config, before those that A and B have.")
-@click.option(
-    "--family", metavar="NAME|FILE", help="Megatron: the table of names.  [default: by config.json]"
-)
-@click.option(
-    "--param-mapping", metavar="OLD:NEW|FILE", multiple=True, help="Megatron: as in merge. Repeatable."
-)
-@click.option("--tie-word-embedding", is_flag=True, help="Megatron: the output layer is the embedding.")
-@click.option("--is-value-model", is_flag=True, help="Megatron: the output layer is a value head.")
-@click.option("--trust-remote-code", is_flag=True, help="Run the model code that config.json names.")
-@click.option(
-    "--max-ram",
-    metavar="SIZE",
-    help="Resident memory at most, as 16GB (10^9), 512MiB (2^20) or bytes."
-    "  [default: 2GB, or half of what is free if that is less]",
-)
-@click.option(
-    "--max-workers",
-    metavar="N",
-    type=click.IntRange(min=1),
-    help="Threads, 64 at most.  [default: 4, or the cores]",
-)
+@reading_options
 @verl.source_options
 @talk_options
 def verify(

@@ -39,9 +39,10 @@ def remembered(question: str) -> Any:
         if not path.is_file():  # opening a pipe would wait
             return None
         with path.open("rb") as file:
-            if not _is_ours(os.fstat(file.fileno())):
+            stat = os.fstat(file.fileno())
+            if not _is_ours(stat) or stat.st_size > _LARGEST:
                 return None
-            checksum, _, answer = file.read(_LARGEST).partition(b"\n")
+            checksum, _, answer = file.read(stat.st_size).partition(b"\n")
         return json.loads(answer) if checksum == _checksum(answer) else None
     except (OSError, ValueError, RecursionError):
         return None

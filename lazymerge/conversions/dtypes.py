@@ -37,18 +37,37 @@ def cast_to(
     `wide` has the names of what the model's class keeps in float32, as `Architecture` has them.
     """
     gathers, kept = {}, []
-    stays = frozenset((wide or {}).get(dtype.name, ()))
+    wanted = Wanted(dtype, wide or {})
     for name, gather in checkpoint.gathers.items():
-        floating = gather.dtype.name in FLOATS
-        stay = name.rpartition(".")[2] in KEPT or without_numbers(name) in stays
-        if floating and stay and dtype.itemsize < gather.dtype.itemsize:
+        if wanted.stays(name, gather.dtype):
             kept.append(name)
-        elif floating:
-            gather = cast(gather, dtype, name)
-        gathers[name] = gather
+        gathers[name] = cast(gather, wanted.of(name, gather.dtype), name)
     text = f"{len(kept)} tensors stay in their type, as the model keeps them (router biases and the like)"
     notes = [Note("info", f"{text}, for example {kept[0]}")] if kept else []
     return checkpoint.with_gathers(gathers, *notes)
+
+
+class Wanted:
+    """The type that each tensor has to have; floating-point ones are wanted in `dtype` (None: as they are).
+
+    `wide` is as in `cast_to`.
+    """
+
+    def __init__(self, dtype: DType | None, wide: Mapping[str, Collection[str]]) -> None:
+        self._dtype = dtype
+        self._wide = frozenset() if dtype is None else frozenset(wide.get(dtype.name, ()))
+
+    def of(self, name: str, dtype: DType) -> DType:
+        """The type for the tensor of this name, which has `dtype`."""
+        if self._dtype is None or dtype.name not in FLOATS or self.stays(name, dtype):
+            return dtype
+        return self._dtype
+
+    def stays(self, name: str, dtype: DType) -> bool:
+        """Whether it would be rounded, and the model keeps such tensors wide."""
+        if self._dtype is None or dtype.name not in FLOATS or self._dtype.itemsize >= dtype.itemsize:
+            return False
+        return name.rpartition(".")[2] in KEPT or without_numbers(name) in self._wide
 
 
 def without_numbers(name: str) -> str:

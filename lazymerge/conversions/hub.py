@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,7 +112,7 @@ def to_hub(
     from lazymerge.conversions.megatron.families import load_family
     from lazymerge.conversions.megatron.head import without_class
     from lazymerge.conversions.tied_names import tied_once
-    from lazymerge.conversions.tying import HEADS
+    from lazymerge.conversions.value_head import without_output
 
     architecture = _architecture(config, options, code)  # before the conversion imports torch
     filled = config if config is None or architecture is None else _filled(config, architecture.defaults)
@@ -140,8 +140,7 @@ def to_hub(
         if architecture is None and known is not None and "architectures" in changes:
             changes, note = without_class(changes, known.class_name)
             checkpoint = checkpoint.with_notes(note)
-            body = {name: shape for name, shape in known.shapes.items() if not name.endswith(HEADS)}
-            architecture = replace(known, shapes=body)
+            architecture = without_output(known)
     checkpoint = _checked(checkpoint, architecture, {**(config or {}), **changes}, options)
     if architecture is not None:
         checkpoint = tied_once(checkpoint, architecture.tied, architecture.class_name)

@@ -13,7 +13,6 @@ contradicts itself is.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,13 @@ from lazymerge.conversions.runtime_names import (
     unchanged,
 )
 from lazymerge.conversions.tied_names import tied_once
-from lazymerge.conversions.tying import HEADS, flags
-from lazymerge.conversions.value_head import value_head_fields, value_head_note, without_class
+from lazymerge.conversions.tying import flags
+from lazymerge.conversions.value_head import (
+    value_head_fields,
+    value_head_note,
+    without_class,
+    without_output,
+)
 from lazymerge.errors import InconsistentCheckpoint, LazymergeError
 
 Known = tuple[Architecture, Conversion]
@@ -58,8 +62,9 @@ def saved_names(
     try:
         known = architecture_and_conversion({**config, **value}, code)
         if value and known is None:
-            known = _without_head(architecture_and_conversion(config, code))
+            known = architecture_and_conversion(config, code)
             if known is not None:
+                known = without_output(known[0]), known[1]
                 value, note = without_class(config, value)
                 notes.append(note)
         if "architectures" in value:
@@ -103,15 +108,6 @@ def _unwrapped(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Note]]:
         return {}, []
     text = f"config.json names {name} in place of {names[0]}, as fully_shard calls it"
     return {"architectures": [name, *names[1:]]}, [Note("info", text)]
-
-
-def _without_head(known: Known | None) -> Known | None:
-    """A class as it is without the output layer of a language model."""
-    if known is None:
-        return None
-    architecture, conversion = known
-    body = {name: shape for name, shape in architecture.shapes.items() if not name.endswith(HEADS)}
-    return replace(architecture, shapes=body), conversion
 
 
 def _by_model_type(

@@ -9,9 +9,14 @@ has a bias.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from lazymerge.checkpoint import Checkpoint, Note
+from lazymerge.conversions.tying import HEADS
+
+if TYPE_CHECKING:
+    from lazymerge.conversions.architecture import Architecture
 
 _LANGUAGE = "ForCausalLM"
 _OUTPUT, _SCORE, _BIAS = "lm_head.weight", "score.weight", "score.bias"
@@ -47,6 +52,12 @@ def without_class(config: Mapping[str, Any], fields: Mapping[str, Any]) -> tuple
     )
     kept = {key: value for key, value in fields.items() if key != "architectures"}
     return kept, Note("warning", text, _SCORE)
+
+
+def without_output(architecture: Architecture) -> Architecture:
+    """The class as it is without the output layer of a language model."""
+    body = {name: shape for name, shape in architecture.shapes.items() if not name.endswith(HEADS)}
+    return replace(architecture, shapes=body)
 
 
 def value_head_note(config: Mapping[str, Any], fields: Mapping[str, Any]) -> Note:

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from typing import TypeVar
 
 MOST_VALUES = 1 << 21
 """Values that a text may hold: the header of 260,000 tensors in one file, some 150 MB when it is parsed."""
 
 Text = TypeVar("Text", str, bytes)
+
+
+def strict(text: Text) -> object:
+    """What the JSON says; `ValueError` for a key that is there twice, NaN, infinities, and as `bounded`."""
+    return json.loads(bounded(text), object_pairs_hook=_without_doubles, parse_constant=_refuse)
+
+
+def _without_doubles(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key that is there twice")
+    return found
+
+
+def _refuse(constant: str) -> object:
+    raise ValueError(f"{constant} where a number should be")
 
 
 def bounded(text: Text) -> Text:

@@ -21,7 +21,7 @@ from typing import TypeGuard
 
 from lazymerge.errors import DamagedFile, LazymergeError, UnsupportedCheckpoint
 from lazymerge.files.dtype import DTYPES, DType
-from lazymerge.files.json_text import bounded
+from lazymerge.files.json_text import strict
 from lazymerge.files.local import LocalFile
 from lazymerge.files.region import Region, contiguous_strides
 
@@ -109,8 +109,7 @@ def _header(file: LocalFile) -> tuple[int, dict[str, object]]:
     if not 2 <= size <= min(LARGEST_HEADER, file.size - 8):
         raise _damaged(file, f"no safetensors file, or cut within its header ({file.size} bytes)")
     try:
-        text = bounded(file.read(8, size).decode())
-        entries = json.loads(text, object_pairs_hook=_without_doubles, parse_constant=_refuse)
+        entries = strict(file.read(8, size).decode())
     except (ValueError, RecursionError) as error:
         raise _damaged(file, f"a header that is not JSON ({str(error)[:100]})") from None
     if type(entries) is not dict:
@@ -151,17 +150,6 @@ def _refuse_no_text(file: LocalFile, name: str) -> None:
 
 def _counts(value: object) -> TypeGuard[list[int]]:
     return type(value) is list and all(type(each) is int and 0 <= each < 1 << 63 for each in value)
-
-
-def _without_doubles(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key that is there twice")
-    return found
-
-
-def _refuse(constant: str) -> object:
-    raise ValueError(f"{constant} where a number should be")
 
 
 def _damaged(file: LocalFile, what: str) -> LazymergeError:

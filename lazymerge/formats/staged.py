@@ -8,12 +8,13 @@ The weights are under the trainer's own names, which only the format that they c
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lazymerge.errors import DamagedFile
+from lazymerge.errors import DamagedFile, SourceError
 from lazymerge.files.json_text import bounded
 from lazymerge.files.local import LocalFile, refuse_no_file
 
@@ -38,8 +39,10 @@ class Staged:
 def read_staged(folder: Path) -> Staged:
     """What the folder's tensors came from; "huggingface" where it does not say."""
     path = folder / STAGE
-    if not path.exists():
+    if not os.path.lexists(path):
         return Staged("huggingface")
+    if path.is_symlink():
+        raise SourceError(f"{path}: is a link", "put the file itself there")
     refuse_no_file(path)
     file = LocalFile(path)
     try:

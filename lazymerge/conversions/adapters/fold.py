@@ -35,7 +35,7 @@ from lazymerge.conversions.adapters.vocabulary import (
     vocabulary_changes,
 )
 from lazymerge.conversions.adapters.whole import in_hub_form
-from lazymerge.conversions.dtypes import KEPT, cast, without_numbers
+from lazymerge.conversions.dtypes import Wanted, cast
 from lazymerge.conversions.tying import HEADS
 from lazymerge.errors import InconsistentCheckpoint, PlanError, UnsupportedCheckpoint
 from lazymerge.files.dtype import DTYPES, DType
@@ -99,11 +99,8 @@ class _Work:
     ) -> None:
         self._checkpoint = checkpoint
         self._config = config
-        self._dtype = dtype
         architecture, self._conversion = model
-        self._stays: frozenset[str] = frozenset()  # what the class keeps in float32
-        if architecture is not None and dtype is not None:
-            self._stays = frozenset(architecture.wide.get(dtype.name, ()))
+        self._wanted = Wanted(dtype, {} if architecture is None else architecture.wide)
         self._base = dict(checkpoint.gathers)
         self._names = BaseNames(self._base, self._conversion, config)
         self._ties = Ties(self._base, config, architecture)
@@ -214,7 +211,7 @@ class _Work:
                 f"{settings.name}: {whole.name} is of {gather.dtype}, the base's {target} of {base.dtype}",
                 "give the base that the adapter was trained on, not quantised",
             )
-        kind = self._kind(target, base)
+        kind = self._wanted.of(target, base.dtype)
         if gather.shape == base.shape and alike(cast(gather, kind, target), cast(base, kind, target)):
             return True  # a layer that was saved and not trained
         self._refuse_shared(target, settings, weight)
@@ -330,7 +327,7 @@ class _Work:
         if not slots:
             return self._whole_result(name)
         base = self._whole_result(name) if name in self._rows else self._value(name)
-        kind = self._kind(name, self._base.get(name, base))
+        kind = self._wanted.of(name, self._base.get(name, base).dtype)
         if Slot(name) in slots:
             matrix = base.view((base.shape[0], base.numel // max(1, base.shape[0])))
             return added(matrix, slots[Slot(name)], name, kind).view(base.shape)
@@ -348,21 +345,13 @@ class _Work:
     def _whole_result(self, name: str) -> Gather:
         """The tensor with nothing added, if anything took its place in the type that it has to have."""
         value = self._value(name)
-        kind = self._kind(name, self._base.get(name, value))
+        kind = self._wanted.of(name, self._base.get(name, value).dtype)
         if name in self._rows:
             if name in self._sums:  # which are rounded when they are added
                 kind = DTYPES["float64" if "float64" in {value.dtype.name, kind.name} else "float32"]
             rows, tokens = self._rows[name]
             return with_rows(cast(value, kind, name), cast(rows, kind, name), tokens)
         return cast(value, kind, name) if name in self._whole else value
-
-    def _kind(self, name: str, base: Gather) -> DType:
-        """The type of a result in the place of `base`: what was asked for, if it can be that."""
-        asked = self._dtype
-        if asked is None or base.dtype.name not in FLOATS:
-            return base.dtype
-        stays = name.rpartition(".")[2] in KEPT or without_numbers(name) in self._stays
-        return base.dtype if stays and asked.itemsize < base.dtype.itemsize else asked
 
     def _same(self, one: str, other: str) -> bool:
         """Whether the same is done to both tensors."""

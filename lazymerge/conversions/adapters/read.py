@@ -12,14 +12,13 @@ names that the adapted model has, without the adapter's own name:
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from lazymerge.conversions.adapters.adapter import BIN as BIN
 from lazymerge.conversions.adapters.adapter import CONFIG, WEIGHTS, Adapter
 from lazymerge.errors import DamagedFile, IncompleteCheckpoint, NotACheckpoint, UnsupportedCheckpoint
-from lazymerge.files.json_text import bounded
+from lazymerge.files.json_text import strict
 from lazymerge.files.local import Descriptors, LocalFile
 from lazymerge.files.safetensors_file import read_safetensors
 from lazymerge.files.stored_tensor import StoredTensor
@@ -58,25 +57,12 @@ def _config(file: LocalFile) -> dict[str, Any]:
     try:
         if file.size > _LARGEST_CONFIG:
             raise ValueError(f"{file.size} bytes")
-        config = json.loads(
-            bounded(file.read(0, file.size)), object_pairs_hook=_without_doubles, parse_constant=_refuse
-        )
+        config = strict(file.read(0, file.size))
     except (ValueError, RecursionError) as error:
         raise DamagedFile(f"{file.path}: not JSON ({str(error)[:100]})", _COPY_AGAIN) from None
     if not isinstance(config, dict):
         raise DamagedFile(f"{file.path}: no JSON object", _COPY_AGAIN)
     return config
-
-
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a field that is there twice")
-    return found
-
-
-def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} where a number should be")
 
 
 def _safetensors(file: LocalFile) -> dict[str, Gather]:

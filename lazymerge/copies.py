@@ -1,0 +1,48 @@
+"""What several ranks hold of the same tensors, compared: drift is told, and files of two runs are refused."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import replace
+
+from lazymerge.checkpoint import Note
+from lazymerge.errors import InconsistentCheckpoint
+from lazymerge.fill import equal
+from lazymerge.gather import of_region
+from lazymerge.prepare import Prepared
+from lazymerge.report import Meter
+
+OF_TWO_RUNS = 3
+"""Copies from which on two ranks that agree in none of them are no drift of one run."""
+
+log = logging.getLogger("lazymerge")
+
+
+def compare_copies(prepared: Prepared, strict: bool, meter: Meter) -> Prepared:
+    """Compare what several ranks hold; those that differ become warnings, or an error."""
+    notes: dict[str, Note] = {}
+    compared: Counter[tuple[str, str]] = Counter()
+    differing: Counter[tuple[str, str]] = Counter()
+    names = {*prepared.checkpoint.gathers, *(name for each in prepared.adapters.values() for name in each)}
+    for copy in prepared.checkpoint.copies():
+        if copy.name not in names:
+            continue
+        meter.tell("check", 0, 0, copy.name)
+        files = copy.used.source.name, copy.other.source.name
+        compared[files] += 1
+        if equal(of_region(copy.used), of_region(copy.other)):
+            continue
+        differing[files] += 1
+        text = f"{copy.source or copy.name} differs between {files[0]} and {files[1]}"
+        if strict:
+            raise InconsistentCheckpoint(text, "merge without --strict to take the first one's values")
+        notes.setdefault(copy.name, Note("warning", f"{text}; the first one's values are taken", copy.name))
+    for (one, other), count in differing.items():
+        if count == compared[one, other] >= OF_TWO_RUNS:
+            raise InconsistentCheckpoint(
+                f"{other}: differs from {one} in all {count} tensors that both hold: it is of another save",
+                "bring together the files of one save, or merge with --no-check-copies if it is one",
+            )
+    log.debug("checked %d copies that ranks share, %d tensors differ", compared.total(), len(notes))
+    return replace(prepared, checkpoint=prepared.checkpoint.with_notes(*notes.values()))
