@@ -19,7 +19,7 @@ from lazymerge.files.dtype import DType
 from lazymerge.files.local import LocalFile
 from lazymerge.files.safetensors_file import safetensors_layout
 from lazymerge.files.torch_archive import Archive, torch_archive
-from lazymerge.gather import Gather, View
+from lazymerge.gather import Constant, Gather, Shards, View
 from lazymerge.tiling import check
 
 SMALLEST_RUN = 64 << 10
@@ -185,6 +185,8 @@ def planned(name: str, gather: Gather, offset: int) -> PlannedTensor:
     flat = gather.base if isinstance(gather, View) else gather
     pieces = list(flat.pieces())
     check(name, flat, pieces)
+    if len(pieces) == 1:  # what it was picked from need not be gone through again
+        flat = Shards(flat.shape, flat.dtype, Constant(pieces), flat.depth, flat.steps)
     computed = computations(pieces)
     reads = bytes_read(pieces)
     copied = gather.nbytes >= SMALLEST_RUN and all(run_of(piece, flat.shape)[0] for piece in pieces)
