@@ -297,7 +297,7 @@ def killed_at(monkeypatch):
 
     for name in ("replace", "unlink", "rmdir"):
         monkeypatch.setattr(os, name, counting(getattr(os, name)))
-    monkeypatch.setattr("lazymerge.output._tidy", lambda folder, made: None)
+    monkeypatch.setattr("lazymerge.claim._tidy", lambda folder, made: None)
 
     def start(last):
         state.update(last=last, steps=0)
