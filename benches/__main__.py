@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,12 +33,8 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHES)} (default: all)")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, one run; results are not kept")
     parser.add_argument("--repeat", type=int, default=5, help="runs of each (default: 5)")
-    parser.add_argument(
-        "--shm", type=Path, default=Path("/dev/shm/lazymerge-bench"), help="a folder in memory"
-    )
-    parser.add_argument(
-        "--disk", type=Path, default=Path("/var/tmp/lazymerge-bench"), help="a folder on disk"
-    )
+    parser.add_argument("--shm", type=Path, default=Path("/dev/shm"), help="a folder in memory")
+    parser.add_argument("--disk", type=Path, default=Path("/var/tmp"), help="a folder on disk")
     parser.add_argument(
         "--only", choices=["shm", "disk", "disk-cold"], action="append", help="one place, or several"
     )
@@ -47,11 +44,12 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := [name for name in options.names if name not in BENCHES]:
         parser.error(f"no bench {', '.join(unknown)}; there are {', '.join(BENCHES)}")
-    disk, repeat = Place("disk", options.disk), 1 if options.quick else options.repeat
-    settings = Settings(_places(options, disk), disk, repeat, options.quick, options.verl, _tell)
-    folders = {place.folder for place in (*settings.places, disk)}
-    for folder in folders:
-        folder.mkdir(parents=True, exist_ok=True)
+    disk, shm = (
+        Path(tempfile.mkdtemp(prefix="lazymerge-bench-", dir=each)) for each in (options.disk, options.shm)
+    )
+    places = _places(disk, shm, options.only)
+    repeat = 1 if options.quick else options.repeat
+    settings = Settings(places, Place("disk", disk), repeat, options.quick, options.verl, _tell)
     results = load()
     try:
         for name in options.names or BENCHES:
@@ -62,17 +60,17 @@ def main() -> None:
                 results[name] = rows
                 save(results)
     finally:
-        for folder in folders:
+        for folder in (disk, shm):
             remove(folder)
     if not options.quick:
         write_page(results)
 
 
-def _places(options: argparse.Namespace, disk: Place) -> tuple[Place, ...]:
-    places = [Place("shm", options.shm), disk]
+def _places(disk: Path, shm: Path, only: list[str] | None) -> tuple[Place, ...]:
+    places = [Place("shm", shm), Place("disk", disk)]
     if can_drop_caches():
-        places.append(Place("disk-cold", options.disk, cold=True))
-    return tuple(place for place in places if not options.only or place.name in options.only)
+        places.append(Place("disk-cold", disk, cold=True))
+    return tuple(place for place in places if not only or place.name in only)
 
 
 def _tell(text: str) -> None:
