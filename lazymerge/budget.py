@@ -19,7 +19,6 @@ from pathlib import Path
 import psutil
 
 from lazymerge.errors import BudgetError
-from lazymerge.fill import SCRATCH
 from lazymerge.plan import PlannedTensor
 
 DEFAULT = 2 * 10**9
@@ -38,6 +37,10 @@ MOST_WORKERS = 64
 
 SLACK = 6 << 20
 """Bytes for what the interpreter allocates while it works: descriptors, pieces, threads."""
+
+
+DIFFERS = 2 << 20
+"""Bytes by which what an interpreter has in memory differs from run to run, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,8 @@ def spend(max_ram: int | None, workers: int, tensors: Iterable[PlannedTensor]) -
     computed = [tensor for tensor in tensors if tensor.computed]
     filled = max((tensor.buffered for tensor in tensors), default=0)
     base = resident() + SLACK
-    costs = {block: _per_worker(min(block, filled), computed) for block in _blocks(bool(computed))}
+    through = max((tensor.scratch for tensor in tensors), default=0)
+    costs = {block: _per_worker(min(block, filled), through, computed) for block in _blocks(bool(computed))}
     for count in range(min(workers, MOST_WORKERS), 0, -1):
         for block, cost in costs.items():
             peak = base + count * cost
@@ -79,7 +83,7 @@ def spend(max_ram: int | None, workers: int, tensors: Iterable[PlannedTensor]) -
     raise BudgetError(
         f"a budget of {budget // 10**6} MB is too small: this merge takes at least {_megabytes(least)}"
         f" ({base // 10**6} MB of them are the interpreter and the plan{culprit})",
-        f"give --max-ram {-(-least // 10**6)}MB or more",
+        f"give --max-ram {-(-(least + DIFFERS) // 10**6)}MB or more",
     )
 
 
@@ -108,7 +112,7 @@ def _of_scattered(tensor: PlannedTensor, block: int, scattered: int) -> int:
     """Bytes that a worker takes for a block of a scattered tensor."""
     size = min(tensor.block(block, scattered), tensor.nbytes)
     computing = [source.working_set(min(size, source.size)) for source in tensor.computed]
-    return size + SCRATCH + max(computing, default=0)
+    return size + tensor.scratch + max(computing, default=0)
 
 
 def _megabytes(nbytes: int) -> str:
@@ -116,8 +120,8 @@ def _megabytes(nbytes: int) -> str:
     return f"{-(-nbytes // 10**6)} MB"
 
 
-def _per_worker(block: int, computed: Iterable[PlannedTensor]) -> int:
-    return block + min(block, SCRATCH) + max((_extra(tensor, block) for tensor in computed), default=0)
+def _per_worker(block: int, through: int, computed: Iterable[PlannedTensor]) -> int:
+    return block + min(block, through) + max((_extra(tensor, block) for tensor in computed), default=0)
 
 
 def _extra(tensor: PlannedTensor, block: int) -> int:

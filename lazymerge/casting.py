@@ -20,7 +20,7 @@ from lazymerge.computation import bytes_read, computations, long_runs_from
 from lazymerge.errors import PlanError
 from lazymerge.files.dtype import DType
 from lazymerge.files.region import Region, contiguous_strides
-from lazymerge.fill import SCRATCH, fill
+from lazymerge.fill import SCRATCH, fill, scratch
 from lazymerge.gather import Gather, of_region
 from lazymerge.reshape import boxes_of_run
 
@@ -47,7 +47,7 @@ class Cast:
     Reading it raises `PlanError` naming `tensor` where a finite value becomes infinite.
     """
 
-    __slots__ = ("dtype", "operand", "tensor")
+    __slots__ = ("dtype", "operand", "tensor", "through")
 
     name = "a cast"
     steps = 1
@@ -58,6 +58,7 @@ class Cast:
         self.operand = operand
         self.dtype = dtype
         self.tensor = tensor
+        self.through = scratch(operand.pieces(), operand.shape, SCRATCH)
 
     @property
     def depth(self) -> int:
@@ -79,7 +80,7 @@ class Cast:
     def working_set(self, nbytes: int) -> int:
         """What `nbytes` are cast from, and scratch to read that."""
         source = nbytes // self.dtype.itemsize * self.operand.dtype.itemsize
-        return source + min(SCRATCH, source)
+        return source + min(self.through, source)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the result's bytes from `offset` on, both of whole elements."""

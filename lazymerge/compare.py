@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from lazymerge.boxes import Box
-from lazymerge.budget import MOST_WORKERS, SLACK, default_budget, resident
+from lazymerge.budget import DIFFERS, MOST_WORKERS, SLACK, default_budget, resident
 from lazymerge.checkpoint import Checkpoint
 from lazymerge.comparison import (
     ATOL,
@@ -150,7 +150,7 @@ class _Pair(NamedTuple):
 def _taken(plan: PlannedTensor, block: int) -> int:
     size = min(block, plan.nbytes)
     computing = [source.working_set(min(size, source.size)) for source in plan.computed]
-    return size + SCRATCH + max(computing, default=0)
+    return size + plan.scratch + max(computing, default=0)
 
 
 class _Spending(NamedTuple):
@@ -181,7 +181,7 @@ def check_budget(gathers: Mapping[str, Gather], max_ram: int) -> None:
     for name, gather in gathers.items():
         plan = planned(name, gather, 0)
         block = plan.block(SMALLEST_BLOCK, SMALLEST_BLOCK)
-        costs[name] = _taken(plan, block) + min(block, plan.nbytes) + SCRATCH
+        costs[name] = _taken(plan, block) + min(block, plan.nbytes)
     base = resident() + SLACK + _GROWTH
     costliest = max(costs, key=lambda name: costs[name], default=None)
     if costliest is not None and base + _TEMPORARY + costs[costliest] > max_ram:
@@ -189,7 +189,7 @@ def check_budget(gathers: Mapping[str, Gather], max_ram: int) -> None:
 
 
 def _too_small(budget: int, base: int, more: int, name: str) -> BudgetError:
-    least = -(-(base + more) // 10**6)
+    least = -(-(base + more + DIFFERS) // 10**6)
     return BudgetError(
         f"a budget of {budget // 10**6} MB is too small: comparing {name} takes at least {least} MB"
         f" ({base // 10**6} MB of them are the interpreter and the headers)",

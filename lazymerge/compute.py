@@ -42,6 +42,9 @@ _ROWS_BLOCK = 4 << 20
 _DEPTH = 8
 """Frames of the stack that an operator takes at most."""
 
+_STRAIGHT = ("_to_copy.default", "total")
+"""Operators whose result is made where it is wanted, with buffers that are used again."""
+
 
 Known = TypeVar("Known")
 
@@ -149,7 +152,7 @@ class Computed:
             parts = [rows * first.nbytes // max(1, first.shape[0])]
             parts += [self._share(operand, rows) for operand in self.operands[1:]]
         held = {(id(o), part): _held(o, part) for o, part in zip(self.operands, parts, strict=True)}.values()
-        return nbytes + (max(held) if self.op == "total" else sum(held))
+        return nbytes + (max(held) if self.op in _STRAIGHT else sum(held))
 
     @property
     def step(self) -> int:
@@ -194,8 +197,8 @@ class Computed:
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the result's bytes from `offset` on."""
         itemsize = self.dtype.itemsize
-        if self.op == "_to_copy.default" and offset % itemsize == 0 == len(buffer) % itemsize:
-            self._cast_into(offset // itemsize, buffer)
+        if self.op in _STRAIGHT and offset % itemsize == 0 == len(buffer) % itemsize:
+            self._into(offset // itemsize, buffer)
             return
         first, last = offset // itemsize, -(-(offset + len(buffer)) // itemsize)
         done = -(offset % itemsize)
@@ -205,19 +208,22 @@ class Computed:
                 buffer[low:high] = raw[low - done : high - done]
                 done += len(raw)
 
-    def _cast_into(self, first: int, buffer: memoryview) -> None:
-        """Fill `buffer` with elements from `first` on, rounded straight into it."""
-        (operand,) = self.operands
+    def _into(self, first: int, buffer: memoryview) -> None:
+        """Fill `buffer` with elements from `first` on, rounded or added up straight in it."""
         target = torch.frombuffer(buffer, dtype=torch.uint8).view(torch_dtype(self.dtype))
         done = 0
         for box in boxes_of_run(first, target.numel(), self.shape):
             part = target[done : done + box.numel]
-            with _borrowed(box.numel * operand.dtype.itemsize) as raw:
-                fill(operand, box, raw.numpy().data, SCRATCH)
-                block = raw.view(torch_dtype(operand.dtype))
-                part.copy_(block)
-                if self.checked is not None and not _finite(part):
-                    self._refuse_overflow(block, part)
+            for number, operand in enumerate(self.operands):
+                with _borrowed(box.numel * operand.dtype.itemsize) as raw:
+                    fill(operand, box, raw.numpy().data, SCRATCH)
+                    block = raw.view(torch_dtype(operand.dtype))
+                    if number == 0:
+                        part.copy_(block)
+                    else:
+                        _add(part, block)
+                    if self.checked is not None and not _finite(part):
+                        self._refuse_overflow(block, part)
             done += box.numel
 
     def _blocks(self, box: Box) -> Iterator[memoryview]:
@@ -296,6 +302,15 @@ def _finite(values: torch.Tensor) -> bool:
     return bool(torch.isfinite(values.sum()))
 
 
+def _add(total: torch.Tensor, block: torch.Tensor) -> None:
+    """Add a block of the same or a narrower type, which torch would widen into fresh memory."""
+    if block.dtype == total.dtype:
+        total.add_(block)
+        return
+    with _borrowed(total.nbytes) as raw:
+        total.add_(raw.view(total.dtype).copy_(block))
+
+
 def _held(operand: Gather, nbytes: int) -> int:
     """Bytes in memory while `nbytes` of an operand are read: they, scratch, and what computes them."""
     return nbytes + min(SCRATCH, nbytes) + working_set(operand, nbytes)
@@ -321,17 +336,22 @@ _spare = threading.local()
 
 @contextmanager
 def _borrowed(nbytes: int) -> Iterator[torch.Tensor]:
-    """Bytes that the thread's next call uses again: fresh pages cost as much as a cast.
+    """Bytes that the thread's later calls use again: fresh pages cost as much as a cast.
 
-    While they are lent the thread has none to spare, so that a cast of a cast gets its own.
+    A call within a call gets others. What fits no more is let go.
     """
-    raw: torch.Tensor | None = _spare.__dict__.pop("raw", None)
-    if raw is None or not nbytes <= raw.numel() <= max(4 * nbytes, SCRATCH):
+    spare: list[torch.Tensor] = _spare.__dict__.setdefault("raws", [])
+    fitting = [raw for raw in spare if nbytes <= raw.numel() <= max(4 * nbytes, SCRATCH)]
+    if fitting:
+        raw = min(fitting, key=torch.Tensor.numel)
+        spare[:] = [each for each in spare if each is not raw]
+    else:
+        spare.clear()
         raw = torch.empty(nbytes, dtype=torch.uint8)
     try:
         yield raw[:nbytes]
     finally:
-        _spare.raw = raw
+        spare.append(raw)
 
 
 def read_blocks(gather: Gather, max_bytes: int) -> Iterator[tuple[Box, torch.Tensor]]:

@@ -8,13 +8,13 @@ copied from there with strides; where the hull would be mostly gaps, the part is
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lazymerge.boxes import Box, Shape
+from lazymerge.boxes import Box, Piece, Shape
 from lazymerge.computation import LONG_RUN
 from lazymerge.files.region import Region, contiguous_strides
 from lazymerge.gather import Gather
@@ -24,6 +24,22 @@ SCRATCH = 1 << 20
 
 _RAW = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 """Arrays that hold elements as mere bytes, by item size."""
+
+
+def scratch(pieces: Iterable[Piece], shape: Shape, nbytes: int) -> int:
+    """Bytes of scratch that filling blocks of `nbytes` takes, each a run of a tensor of `shape`.
+
+    0 where every piece is one run on both sides, which is read straight into its place.
+    """
+    return 0 if all(_is_run(region, shape) for _, region in pieces) else min(SCRATCH, nbytes)
+
+
+def _is_run(region: Region, shape: Shape) -> bool:
+    first = next((dim for dim, size in enumerate(region.shape) if size > 1), len(shape))
+    if region.shape[first + 1 :] != shape[first + 1 :]:
+        return False
+    strides = contiguous_strides(region.shape)
+    return all(size == 1 or region.strides[dim] == strides[dim] for dim, size in enumerate(region.shape))
 
 
 def raw_array(shape: Shape, itemsize: int, buffer: memoryview | None = None) -> NDArray[np.generic]:

@@ -27,7 +27,7 @@ from lazymerge.computation import bytes_read, check_effort, computations, long_r
 from lazymerge.errors import PlanError
 from lazymerge.files.dtype import DType
 from lazymerge.files.region import Region, contiguous_strides
-from lazymerge.fill import SCRATCH, fill
+from lazymerge.fill import SCRATCH, fill, scratch
 from lazymerge.gather import Gather, of_region
 
 Floats = NDArray[np.floating[Any]]
@@ -170,7 +170,7 @@ class LowRank:
     def working_set(self, nbytes: int) -> int:
         """Two grains in the wide type, several in the base's, and the operands of as many rows."""
         columns = max(1, self.base.shape[1])
-        least = self._grain() if self.magnitude is None else _TOGETHER * self._grain()
+        least = _TOGETHER * self._grain() if self.magnitude is not None and self.columns else self._grain()
         rows = max(least, nbytes // (columns * self.dtype.itemsize))
         together = min(rows, _TOGETHER * self._grain())
         held: int = 2 * self._grain() * columns * self.wide.itemsize
@@ -181,10 +181,12 @@ class LowRank:
                 held += term.right.numel * 2 * self.wide.itemsize
         if self.magnitude is not None:
             held += 4 * self.magnitude.numel * 8
-        inner = [source for operand in self._operands() for source in computations(operand.pieces())]
+        read = [(list(operand.pieces()), operand.shape) for operand in self._operands()]
+        through = max(scratch(pieces, shape, SCRATCH) for pieces, shape in read)
+        inner = [source for pieces, _ in read for source in computations(pieces)]
         wide = nbytes // self.dtype.itemsize * self.wide.itemsize
         below = max((source.working_set(min(wide, source.size)) for source in inner), default=0)
-        return held + SCRATCH + below
+        return held + through + below
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the result's bytes from `offset` on, both of whole elements."""

@@ -19,6 +19,7 @@ from lazymerge.files.dtype import DType
 from lazymerge.files.local import LocalFile
 from lazymerge.files.safetensors_file import safetensors_layout
 from lazymerge.files.torch_archive import Archive, torch_archive
+from lazymerge.fill import scratch
 from lazymerge.gather import Constant, Gather, Shards, View
 from lazymerge.tiling import check
 
@@ -47,6 +48,7 @@ class PlannedTensor:
     computed: tuple[Computation, ...]  # what has to be computed for it, if anything
     buffered: int  # bytes that go through a buffer: all of them, unless the kernel copies all of them
     long_runs_from: int  # bytes of a block from which on it is read in long runs; 0: blocks do not matter
+    scratch: int  # bytes that blocks of it are read through, at most; 0: they are read straight
 
     @property
     def nbytes(self) -> int:
@@ -192,8 +194,9 @@ def planned(name: str, gather: Gather, offset: int) -> PlannedTensor:
     copied = gather.nbytes >= SMALLEST_RUN and all(run_of(piece, flat.shape)[0] for piece in pieces)
     buffered = 0 if copied else gather.nbytes
     runs = 0 if copied else long_runs_from(pieces, flat.shape)
+    through = scratch(pieces, flat.shape, buffered)
     return PlannedTensor(
-        name, gather.dtype, gather.shape, offset, flat, reads, tuple(computed), buffered, runs
+        name, gather.dtype, gather.shape, offset, flat, reads, tuple(computed), buffered, runs, through
     )
 
 

@@ -34,7 +34,7 @@ from lazymerge.budget import resident
 arguments = json.loads(sys.argv[1])
 if arguments.pop("torch"):
     import lazymerge.compute
-import lazymerge.api
+import lazymerge.api, lazymerge.errors
 import numpy, huggingface_hub
 from huggingface_hub import split_state_dict_into_shards_factory
 data = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData")) * 1024
@@ -42,7 +42,11 @@ room = arguments.pop("room")
 resource.setrlimit(resource.RLIMIT_DATA, (data + room, data + room))
 read = lambda: int(open("/proc/self/io").readline().split()[1])
 before, read_before = resident(), read()
-report = lazymerge.merge(**{"max_workers": 2, **arguments})
+try:
+    report = lazymerge.merge(**{"max_workers": 2, **arguments})
+except lazymerge.errors.BudgetError as error:
+    print(json.dumps({"least": int(error.hint.partition("--max-ram ")[2].partition("MB")[0]) * 10**6}))
+    sys.exit()
 rchar = read() - read_before
 peak = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
 print(json.dumps({"grown": peak - before, "peak": peak, "told": report.peak, "torch": "torch" in sys.modules,
