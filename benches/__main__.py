@@ -17,6 +17,7 @@ from benches.page import load, save, table, write_page
 BENCHES: dict[str, Callable[[Settings], list[Row]]] = {
     "merge": merging.merge,
     "memory": merging.memory,
+    "tight": merging.tight,
     "cast": merging.cast,
     "rows": merging.rows,
     "megatron": megatron.megatron,

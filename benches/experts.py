@@ -25,9 +25,8 @@ def experts(settings: Settings) -> list[Row]:
         source = place.folder / "experts"
         subprocess.run([sys.executable, "-m", "benches.experts", str(source), str(layers)], check=True)
         settings.tell("experts")
-        for options in ((), ("--names", "runtime")):  # transformers is asked once, and its answer kept
-            warm = roads.lazymerge("merge", str(source), str(place.folder / "warm"), "--dry-run", *options)
-            subprocess.run(warm, check=True, stdout=subprocess.DEVNULL)
+        roads.ask(source)
+        roads.ask(source, "--names", "runtime")
         ways = [
             roads.cp(source),
             roads.merge(source, "--names", "runtime", name=PLAIN),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benches import roads
+from benches import cgroups, roads
 from benches.checkpoints import Recipe, make
 from benches.measure import Place, Road, Run, alternate, remove
 
@@ -54,6 +54,7 @@ class Settings:
 
 GB1 = Recipe("bf16-1.0", layers=5)
 GB4 = Recipe("bf16-4.4", layers=29)
+GB6 = Recipe("bf16-6.1", layers=41)
 GB8 = Recipe("bf16-8.0", layers=55)
 FP32 = Recipe("fp32-4.3", layers=13, dtype="float32")
 ROWS = Recipe("bf16-4.4-shard1", layers=29, cut=1)
@@ -87,6 +88,27 @@ def memory(settings: Settings) -> list[Row]:
         source = make(recipe, place.folder)
         rows += measured(settings, place, recipe, source, [roads.merge(source)])
         remove(place.folder / recipe.name)
+    return rows
+
+
+TIGHT = 512 * 10**6
+"""Bytes of the cgroup, page cache included."""
+
+MERGE_TIGHT = "lazymerge merge, in a cgroup of 512 MB"
+
+
+def tight(settings: Settings) -> list[Row]:
+    """6 GB on disk with all memory there is, and in a cgroup of half a gigabyte."""
+    place, recipe = settings.disk, settings.scaled(GB6)
+    source = make(recipe, place.folder)
+    with cgroups.limited(TIGHT) as group:
+        if group is None:
+            settings.tell("tight: no memory cgroup can be made here")
+            return []
+        free = roads.merge(source)
+        limited = Road(MERGE_TIGHT, lambda target: cgroups.inside(group, free.command(target)))
+        rows = measured(settings, place, recipe, source, [free, limited])
+    remove(place.folder / recipe.name)
     return rows
 
 
@@ -134,5 +156,6 @@ def measured(
     """Each road's runs with one checkpoint in one place, one after the other and again."""
     what = what or recipe.name
     settings.tell(f"{what} in {place.name}")
+    roads.ask(source)
     runs = alternate(ways, place, source, settings.repeat, settings.tell)
     return [Row(what, place.name, road, recipe.nbytes, done) for road, done in runs.items()]

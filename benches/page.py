@@ -10,9 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 
-from benches import roads, starting
+from benches import experts, folding, roads, starting, verify
 from benches.measure import REPOSITORY, Run, peak, seconds
-from benches.merging import GB4, ROWS, Row
+from benches.merging import GB4, MERGE_TIGHT, ROWS, Row
 
 RESULTS = Path(__file__).parent / "results.json"
 PAGE = REPOSITORY / "docs" / "benchmarks.md"
@@ -149,6 +149,42 @@ def _found(results: Results) -> Iterable[tuple[str, str, Found]]:
             f"peak memory of that{how}",
             "at most 350 MB",
             [(place, f"{most:.0f} MB", most <= 350) for place, most in peaks],
+        )
+    yield (
+        "6 GB on disk in a cgroup of 512 MB, page cache included: time against all memory",
+        "at most 1.5 x",
+        _ratios(results.get("tight", []), MERGE_TIGHT, roads.MERGE, 1.5),
+    )
+    yield (
+        "`verify` of 4.4 GB against its copy: time against `cmp`",
+        "at most 1.3 x",
+        _ratios(results.get("verify", []), verify.VERIFY, verify.CMP, 1.3),
+    )
+    folds = results.get("fold", [])
+    yield (
+        "an adapter of rank 16 folded into 2 GB: time against a plain merge",
+        "at most 2 x",
+        _ratios(folds, folding.FOLD, roads.MERGE, 2),
+    )
+    yield (
+        "the same against: " + folding.PEFT,
+        "",
+        _ratios(folds, folding.PEFT, folding.FOLD, 1, above=True),
+    )
+    yield (
+        "128 fused experts under the hub's names: time against a merge that leaves them fused",
+        "at most 1.2 x",
+        _ratios(results.get("experts", []), experts.HUB, experts.PLAIN, 1.2),
+    )
+    for what, rows, road, limit in (
+        ("verifying", results.get("verify", []), verify.VERIFY, 350),
+        ("folding", folds, folding.FOLD, 400),
+    ):
+        peaks = [(row.place, peak(row.runs) / 1e6) for row in rows if row.road == road]
+        yield (
+            f"peak memory of {what}",
+            f"at most {limit} MB",
+            [(place, f"{most:.0f} MB", most <= limit) for place, most in peaks],
         )
     yield (
         "planning 723 tensors on 512 ranks",

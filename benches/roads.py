@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,6 +37,12 @@ def lazymerge(*arguments: str) -> list[str]:
         keywords["max_workers"] = int(workers)  # type: ignore[assignment]
     call = f"lazymerge.merge({arguments[1]!r}, {arguments[2]!r}, **{keywords!r})"
     return [sys.executable, "-c", f"import lazymerge; {call}"]
+
+
+def ask(source: Path, *options: str) -> None:
+    """Plan a merge, so that transformers has been asked for the model's names and the answer is kept."""
+    command = lazymerge("merge", str(source), str(source.parent / "asked"), "--dry-run", *options)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 def cp(source: Path) -> Road:

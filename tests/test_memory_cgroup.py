@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import lazymerge
-from tests.makers import cgroups
+from benches import cgroups
 from tests.makers.plans import KINDS
 from tests.test_memory import assert_holds, large, merge_limited
 from tests.test_memory_kinds import LARGE, assert_same

@@ -27,11 +27,14 @@ def limited(nbytes: int) -> Iterator[Path | None]:
             _remove(made)
 
 
-def run(group: Path, command: Sequence[str], **options: object) -> subprocess.CompletedProcess[str]:
-    """Run a command in a cgroup from its first page on."""
-    enter = 'echo $$ > "$0" && exec "$@"'
-    words = ["sh", "-c", enter, str(group / "cgroup.procs"), *command]
-    return subprocess.run(words, capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload, no-any-return]
+def run(group: Path, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command in a cgroup; what it said."""
+    return subprocess.run(inside(group, command), capture_output=True, text=True, check=False)
+
+
+def inside(group: Path, command: Sequence[str]) -> list[str]:
+    """The command that runs another in a cgroup from its first page on."""
+    return ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group / "cgroup.procs"), *command]
 
 
 def _made(nbytes: int) -> Path | None:
