@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,17 +13,19 @@ from typing import Any
 
 import lazymerge
 from lazymerge.budget import Spending, default_budget, spend
-from lazymerge.checkpoint import Checkpoint
-from lazymerge.claim import check_destination, claim
+from lazymerge.checkpoint import Checkpoint, Note
+from lazymerge.claim import check_destination, claim, place_for
 from lazymerge.conversions.adapters.trained import EXTRACT, LoraOptions
 from lazymerge.conversions.hub import HubOptions
 from lazymerge.conversions.naming import strip_wrappers
 from lazymerge.copies import compare_copies
-from lazymerge.errors import PlanError, SourceError, VerificationError
+from lazymerge.errors import OutputError, PlanError, SourceError, VerificationError
 from lazymerge.execute import write_file
+from lazymerge.files.given import given_path, given_paths, optional_path
 from lazymerge.files.size import parse_size
 from lazymerge.formats.registry import OpenOptions, open_checkpoint
-from lazymerge.hub.send import accessible, send
+from lazymerge.hub.connection import Target
+from lazymerge.hub.send import accessible, refuse_idle, send, verified_names
 from lazymerge.increments import grown, held, record_of
 from lazymerge.output import Destination, sources_of
 from lazymerge.plan import SAFETENSORS, Plan
@@ -50,12 +51,12 @@ def open(  # noqa: A001 - `lazymerge.open` is what it does
 
     A mapping of the unwrapped model's names to lazy tensors. Raises `SourceError` in its many kinds.
     """
-    if hf_config is not None and not Path(hf_config).is_dir():
-        raise SourceError(f"{hf_config}: no such folder", "give --hf-config a folder that holds config.json")
-    config = Path(hf_config) if hf_config else None
+    config = optional_path(hf_config, "--hf-config")
+    if config is not None and not config.is_dir():
+        raise SourceError(f"{config}: no such folder", "give --hf-config a folder that holds config.json")
     options = OpenOptions(component, fsdp_version, world_size, config, backend)
     try:
-        return strip_wrappers(open_checkpoint(_paths(src), options))
+        return strip_wrappers(open_checkpoint(given_paths(src), options))
     except OSError as error:  # a folder below the one that was given, a file that went away
         raise SourceError(
             f"{error.filename or src}: {error.strerror}", "check the path and its permissions"
@@ -140,7 +141,15 @@ def merge(
     goes on when it is called again.
     """
     started = time.monotonic()
-    sources, folder = _paths(src), Path(dst)
+    stages = _several(stage) or (MERGE, CONVERT)
+    if push_to_hub is None:
+        refuse_idle(token, revision, create_pr, commit_message)
+    elif CONVERT not in stages:
+        raise PlanError(
+            f"--push-to-hub: what --stage {MERGE} leaves is no model that can be loaded",
+            f"push what --stage {CONVERT} makes of it",
+        )
+    sources, folder = given_paths(src), given_path(dst, "the folder of the result")
     meter = Meter(on_progress)
     wanted = None if max_ram is None else parse_size(max_ram)
     checkpoint = open(
@@ -158,7 +167,7 @@ def merge(
         is_value_model,
         force_shape_match,
         check,
-        None if backfill is None else str(backfill),
+        _text(optional_path(backfill, "--backfill")),
         names,
     )
     options = Options(
@@ -169,16 +178,19 @@ def merge(
         _several(exclude),
         hub,
         trust_remote_code,
-        _several(stage) or (MERGE, CONVERT),
-        LoraOptions(lora, lora_alpha, None if lora_config is None else str(lora_config)),
+        stages,
+        LoraOptions(lora, lora_alpha, _text(optional_path(lora_config, "--lora-config"))),
         tuple(map(str, _several(adapter))),
     )
     log.debug("opened %r", checkpoint)
-    linked = Path(hf_config) if hf_config else None
+    linked = None if hf_config is None else Path(hf_config)
     prepared = prepare(checkpoint, options, linked)
+    is_part = bool(options.include or options.exclude)
     identity = {"lazymerge": lazymerge.__version__, **options.identity(), "fsdp_version": fsdp_version}
     identity |= {"config": prepared.config, "adapters": prepared.told}
     refuse_adapter_in(folder, prepared)
+    whole_model = CONVERT in stages and bool(prepared.checkpoint.gathers)
+    place = place_for(folder, sources, prepared.checkpoint, prepared.beside, linked, whole=whole_model)
     kept = held(folder, identity, sources_of(prepared.checkpoint.files), overwrite=overwrite)
     if kept:
         prepared = grown(prepared, kept, parse_size(max_shard_size))
@@ -193,11 +205,15 @@ def merge(
         check_budget(prepared.checkpoint.gathers, budget)
     target = None
     if push_to_hub is not None:
-        target = accessible(push_to_hub, private, token, revision, create_pr, commit_message)
+        uploaded = [*prepared.beside, *_names(prepared.plan)]
+        target = accessible(uploaded, push_to_hub, private, token, revision, create_pr, commit_message)
+    elif private:
+        note = Note("info", "--private: does nothing without --push-to-hub")
+        prepared = replace(prepared, checkpoint=prepared.checkpoint.with_notes(note))
     if dry_run:
-        check_destination(folder, sources, overwrite=overwrite)
-        return _report(folder, prepared, spending, budget, started, meter, dry_run=True)
-    with claim(folder, sources, overwrite=overwrite) as destination:
+        check_destination(place, overwrite=overwrite)
+        return make_report(folder, prepared, spending, budget, started, meter, dry_run=True)
+    with claim(place, overwrite=overwrite) as destination:
         if check_copies:
             prepared = compare_copies(prepared, strict, meter)
         selection = {"include": list(options.include), "exclude": list(options.exclude)}
@@ -210,7 +226,7 @@ def merge(
                 destination.keep(name, each.path, each.identity)
         resumed = tuple(sorted(destination.finished))
         if not destination.ended:
-            _write(prepared, destination, spending, meter, identity if options.include else None)
+            _write(prepared, destination, spending, meter, identity if is_part else None)
         log.debug("published %s", folder)
         if verify or target is not None:
             written = prepared.checkpoint
@@ -223,11 +239,11 @@ def merge(
             except VerificationError:
                 destination.end()  # so that nothing goes on from it
                 raise
-        url = None if target is None else send(folder, target, on_progress)
-        if not options.include:
+        url = None if target is None else _send(folder, target, on_progress)
+        if not is_part:
             destination.end()
         prepared = replace(prepared, checkpoint=prepared.checkpoint.with_notes(*destination.notes))
-    report = _report(folder, prepared, spending, budget, started, meter, resumed=resumed)
+    report = make_report(folder, prepared, spending, budget, started, meter, resumed=resumed)
     return replace(report, verified=verify or target is not None, url=url)
 
 
@@ -252,8 +268,19 @@ def upload(
     Only files that the manifest lists are sent, and none that the hub has already. Returns the URL of the
     commit. Raises `LazymergeError` where the hub cannot be reached or says no, or the result is not verified.
     """
-    target = accessible(repo_id, private, token, revision, create_pr, commit_message)
-    return send(Path(folder), target, on_progress)
+    place = given_path(folder, "the folder to upload")
+    names = verified_names(place)
+    target = accessible(names, repo_id, private, token, revision, create_pr, commit_message)
+    return send(place, target, on_progress)
+
+
+def _send(folder: Path, target: Target, on_progress: OnProgress | None) -> str:
+    """As `send`, of a merge that is done, which an error says."""
+    try:
+        return send(folder, target, on_progress)
+    except OutputError as error:
+        error.hint += f"; the merge is done: `lazymerge upload {folder} {target.repo_id}` goes on from there"
+        raise
 
 
 def _verify(
@@ -335,46 +362,10 @@ def _described(plan: Plan, spending: Spending) -> str:
     )
 
 
-def _disk_free(folder: Path) -> int | None:
-    """Bytes that are free where the folder is, or will be; None where the file system does not say."""
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    try:
-        return shutil.disk_usage(there).free
-    except OSError:
-        return None
+def _several(given: str | Sequence[str] | None) -> tuple[str, ...]:
+    """None, one or several of an option that can be given more than once."""
+    return (given,) if isinstance(given, str) else tuple(given or ())
 
 
-def _report(
-    folder: Path,
-    prepared: Prepared,
-    spending: Spending,
-    budget: int,
-    started: float,
-    meter: Meter,
-    *,
-    dry_run: bool = False,
-    resumed: tuple[str, ...] = (),
-) -> MergeReport:
-    return make_report(
-        folder,
-        prepared,
-        spending,
-        budget=budget,
-        disk_free=_disk_free(folder),
-        dry_run=dry_run,
-        seconds=time.monotonic() - started,
-        peak=meter.peak(),
-        resumed=resumed,
-    )
-
-
-def _several(given: str | Sequence[str]) -> tuple[str, ...]:
-    """One or several of an option that can be given more than once."""
-    return (given,) if isinstance(given, str) else tuple(given)
-
-
-def _paths(src: Sources) -> list[Path]:
-    paths = [Path(src)] if isinstance(src, str | os.PathLike) else [Path(path) for path in src]
-    if not paths:
-        raise PlanError("no source was given", "give the folder of a checkpoint")
-    return paths
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)

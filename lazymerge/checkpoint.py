@@ -32,11 +32,15 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something that the user should know: `level` is "info" or "warning", `tensor` what it is about."""
+    """Something that the user should know: `level` is "info" or "warning", `tensor` what it is about.
+
+    `lossy` says that the checkpoint holds values that may be trained ones and are not in the result.
+    """
 
     level: str
     text: str
     tensor: str | None = None
+    lossy: bool = False
 
 
 class Copy(NamedTuple):
@@ -103,6 +107,11 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
             "a Checkpoint cannot be pickled: it holds files that only this process has open."
             " Open it again, or send a plan as JSON, in another process"
         )
+
+    @property
+    def warnings(self) -> tuple[Note, ...]:
+        """The notes that the user should not miss."""
+        return tuple(note for note in self.notes if note.level == "warning")
 
     @property
     def nbytes(self) -> int:

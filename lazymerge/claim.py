@@ -1,28 +1,107 @@
-"""Who may write into a folder: nobody where a result cannot go, and one merge at a time."""
+"""Who may write into a folder: nobody where a result cannot go, and one merge at a time.
+
+verl merges into ``actor/huggingface``, which holds the config and the tokenizer of the source: weights may go
+beside those. They are the source's, so that they are neither written nor removed, whatever is replaced there.
+"""
 
 from __future__ import annotations
 
+import filecmp
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from lazymerge.checkpoint import Note
+from lazymerge.checkpoint import Checkpoint, Note
 from lazymerge.errors import OutputError
+from lazymerge.files.local import LocalFile
 from lazymerge.files.lock import take_lock
 from lazymerge.journal import listed, read_lines
-from lazymerge.output import ENDED, JOURNAL, LOCK, MANIFEST, PARTIAL, STAGING, Destination, check_empty
+from lazymerge.output import (
+    ENDED,
+    JOURNAL,
+    LOCK,
+    MANIFEST,
+    PARTIAL,
+    STAGING,
+    Destination,
+    check_empty,
+    replaceable,
+)
+from lazymerge.sidecars import find_sidecars
+
+_OWN = "huggingface"
+"""What verl calls the folder of config and tokenizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The folder of a result, and what the source has to do with it.
+
+    `sources` are the paths that were given, `read` the files that the result is made of. `own` are the
+    source's folders of config and tokenizer, where a result may go. `stays` are the names of the sidecars in
+    the folder if it is one of those, else None.
+    """
+
+    folder: Path
+    sources: Sequence[Path]
+    read: Sequence[LocalFile] = ()
+    own: Sequence[Path] = ()
+    stays: frozenset[str] | None = None
+
+
+def place_for(
+    folder: Path,
+    sources: Sequence[Path],
+    checkpoint: Checkpoint,
+    beside: Mapping[str, bytes | Path],
+    linked: Path | None,
+    *,
+    whole: bool,
+) -> Place:
+    """The folder as the place of a result; `beside` are its small files, `whole` says that it is a model.
+
+    `linked` is the folder of --hf-config. Raises `OutputError` where the result has other sidecars than those
+    of the source that lie there.
+    """
+    read = [file.path.resolve().parent for file in checkpoint.files]
+    known = [each for each in checkpoint.sidecars if each.name == _OWN or each == linked]
+    own = [each for each in known if not any(each.resolve() in (at, *at.parents) for at in read)]
+    here = next((each for each in own if each.resolve() == folder.resolve()), None)
+    if here is None:
+        return Place(folder, sources, checkpoint.files, own)
+    if not whole:
+        raise OutputError(
+            f"{folder}: holds config and tokenizer of the source, beside which only a whole model can go",
+            "give another folder for the result",
+        )
+    stays = frozenset(find_sidecars([here], linked).files)
+    for name in sorted(stays & beside.keys()):
+        if not _is_same(folder / name, beside[name]):
+            raise OutputError(
+                f"{folder / name}: is the source's, and that of the result would differ",
+                "give another folder for the result",
+            )
+    return Place(folder, sources, checkpoint.files, own, stays)
+
+
+def _is_same(path: Path, content: bytes | Path) -> bool:
+    if isinstance(content, bytes):
+        return path.read_bytes() == content
+    return filecmp.cmp(path, content, shallow=False)
 
 
 @contextmanager
-def claim(folder: Path, sources: Sequence[Path], *, overwrite: bool) -> Iterator[Destination]:
+def claim(place: Place, *, overwrite: bool) -> Iterator[Destination]:
     """The destination, held by this process alone for the length of the block.
 
     Raises `OutputError` if it is a file, lies inside a source, cannot be written, holds something
     already (unless `overwrite`, or an unfinished merge) or another merge is writing there.
     """
-    check_destination(folder, sources, overwrite=overwrite)
+    check_destination(place, overwrite=overwrite)
+    folder = place.folder
     made = _missing_parents(folder)
     staging = folder / STAGING
     try:
@@ -39,7 +118,7 @@ def claim(folder: Path, sources: Sequence[Path], *, overwrite: bool) -> Iterator
             text = f"{folder}: the file system has no locks; see to it that no other merge writes there too"
             notes = (Note("warning", text),)
         try:
-            yield Destination(folder, overwrite, notes)
+            yield Destination(folder, overwrite, notes, place.stays or ())
         except BaseException:
             _tidy(folder, made)
             raise
@@ -58,32 +137,52 @@ def claim(folder: Path, sources: Sequence[Path], *, overwrite: bool) -> Iterator
             staging.rmdir()
 
 
-def check_destination(folder: Path, sources: Sequence[Path], *, overwrite: bool) -> None:
+def check_destination(place: Place, *, overwrite: bool) -> None:
     """Raise `OutputError` where a result cannot go, as far as that can be seen without writing."""
+    folder = place.folder
     try:
-        _check_place(folder, sources)
+        _check_place(place)
         if folder.is_dir() and not overwrite:
-            check_empty(folder, _published(folder))
+            check_empty(folder, {*_published(folder), *(place.stays or ())})
+        elif folder.is_dir():
+            _refuse_to_replace(place)
     except OSError as error:
         raise OutputError(
             f"{error.filename or folder}: {error.strerror}", "choose a folder that you may write to"
         ) from None
 
 
-def _check_place(folder: Path, sources: Sequence[Path]) -> None:
+def _check_place(place: Place) -> None:
+    folder = place.folder
     if folder.exists() and not folder.is_dir():
         raise OutputError(f"{folder}: is a file", "give a folder for the result")
     resolved = folder.resolve()
-    for source in sources:
-        place = source.resolve()
-        if resolved == (place.parent if place.is_file() else place):
+    for source in place.sources:
+        at = source.resolve()
+        if resolved == (at.parent if at.is_file() else at):
             raise OutputError(f"{folder}: holds the source {source}", "give another folder for the result")
-        if place in resolved.parents:
-            raise OutputError(f"{folder}: lies inside the source {source}", "give a folder outside of it")
+        if at in resolved.parents and place.stays is None:
+            inside = next(
+                (f", or {each}, as verl does" for each in place.own if at in each.resolve().parents), ""
+            )
+            raise OutputError(
+                f"{folder}: lies inside the source {source}", f"give a folder outside of it{inside}"
+            )
+
+
+def _refuse_to_replace(place: Place) -> None:
+    """Refuse to remove a file that is read, such as a base model or an adapter there."""
+    read = {file.path.resolve() for file in place.read}
+    for name in replaceable(place.folder):
+        if (place.folder / name).resolve() in read:
+            raise OutputError(
+                f"{place.folder / name}: is read for the result, which would replace it",
+                "give another folder for the result",
+            )
 
 
 def _published(folder: Path) -> set[str]:
-    """What unfinished merges may have renamed into the folder: names of files and of folders there."""
+    """What unfinished merges may have renamed into the folder: names of files."""
     staging = folder / STAGING
     names = {*listed(read_lines(staging / JOURNAL)), *listed(read_lines(folder / ENDED))}
     names |= {MANIFEST} if names else set()  # it is put there before the end
@@ -91,7 +190,7 @@ def _published(folder: Path) -> set[str]:
         names.add(MANIFEST)
     for line in read_lines(staging / PARTIAL):
         names |= {*(line["files"] if isinstance(line.get("files"), dict) else ())}
-    return {name.partition("/")[0] for name in names}
+    return names
 
 
 def _missing_parents(folder: Path) -> list[Path]:

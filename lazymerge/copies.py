@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
 
-from lazymerge.checkpoint import Note
+from lazymerge.checkpoint import Checkpoint, Note
 from lazymerge.errors import InconsistentCheckpoint
-from lazymerge.fill import equal
+from lazymerge.fill import SCRATCH, equal
 from lazymerge.gather import of_region
 from lazymerge.prepare import Prepared
 from lazymerge.report import Meter
@@ -20,24 +21,30 @@ log = logging.getLogger("lazymerge")
 
 
 def compare_copies(prepared: Prepared, strict: bool, meter: Meter) -> Prepared:
-    """Compare what several ranks hold; those that differ become warnings, or an error."""
+    """Compare what several ranks hold of what is written; see `check_copies`."""
+    names = {*prepared.checkpoint.gathers, *(name for each in prepared.adapters.values() for name in each)}
+    return replace(prepared, checkpoint=check_copies(prepared.checkpoint, names, strict, meter))
+
+
+def check_copies(checkpoint: Checkpoint, names: Collection[str], strict: bool, meter: Meter) -> Checkpoint:
+    """Compare what several ranks hold of these tensors; those that differ become warnings, or an error."""
     notes: dict[str, Note] = {}
     compared: Counter[tuple[str, str]] = Counter()
     differing: Counter[tuple[str, str]] = Counter()
-    names = {*prepared.checkpoint.gathers, *(name for each in prepared.adapters.values() for name in each)}
-    for copy in prepared.checkpoint.copies():
+    for copy in checkpoint.copies():
         if copy.name not in names:
             continue
         meter.tell("check", 0, 0, copy.name)
         files = copy.used.source.name, copy.other.source.name
         compared[files] += 1
-        if equal(of_region(copy.used), of_region(copy.other)):
+        if equal(of_region(copy.used), of_region(copy.other), SCRATCH):
             continue
         differing[files] += 1
         text = f"{copy.source or copy.name} differs between {files[0]} and {files[1]}"
         if strict:
             raise InconsistentCheckpoint(text, "merge without --strict to take the first one's values")
-        notes.setdefault(copy.name, Note("warning", f"{text}; the first one's values are taken", copy.name))
+        text += "; the first one's values are taken"
+        notes.setdefault(copy.name, Note("warning", text, copy.name, lossy=True))
     for (one, other), count in differing.items():
         if count == compared[one, other] >= OF_TWO_RUNS:
             raise InconsistentCheckpoint(
@@ -45,4 +52,4 @@ def compare_copies(prepared: Prepared, strict: bool, meter: Meter) -> Prepared:
                 "bring together the files of one save, or merge with --no-check-copies if it is one",
             )
     log.debug("checked %d copies that ranks share, %d tensors differ", compared.total(), len(notes))
-    return replace(prepared, checkpoint=prepared.checkpoint.with_notes(*notes.values()))
+    return checkpoint.with_notes(*notes.values())

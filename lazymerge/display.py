@@ -144,8 +144,8 @@ def _ending(report: MergeReport) -> Iterator[str]:
             yield "Reread from the disk and compared with the source: equal, byte for byte."
         if report.url:
             yield f"Uploaded: {printable(report.url)}"
-        yield "Load it:"
-        yield f"  {printable(report.how_to_load)}"
+        yield "Load it:" if report.next_step is None else "Go on from there to a model:"
+        yield f"  {printable(report.next_step or report.how_to_load)}"
 
 
 # ---------------------------------------------------------------------------------- progress

@@ -7,7 +7,9 @@ only if it is trusted. The process is lazymerge.conversions.logits.
 from __future__ import annotations
 
 import json
+import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lazymerge.budget import available
+from lazymerge.conversions.adapters.adapter import CONFIG as ADAPTER
 from lazymerge.errors import BudgetError, PlanError, SourceError
 from lazymerge.formats.huggingface import read_model
 from lazymerge.sidecars import CONFIG
@@ -24,7 +27,13 @@ TOKENS = 16
 """Length of the prompt."""
 
 CLOSE = 1e-3
-"""The largest difference, as a part of the largest logit (or of 1), that is still taken for rounding."""
+"""The largest difference, as a part of the largest logit, that is still taken for rounding."""
+
+MEMORY = 2 << 30
+"""Bytes that the process may take beyond its imports and twice the larger folder's weights in fp32."""
+
+SECONDS = 120
+"""Of processor time that it may take, and as many for each GB of both folders' weights in fp32."""
 
 _WAIT = 3600
 """Seconds until a process that does not end is given up."""
@@ -39,7 +48,7 @@ class ForwardReport:
     `shape` are the logits' (of the first); `largest` is their largest difference, `magnitude` the largest
     logit (None where shapes differ or a logit is not finite); `agreeing` at how many of `positions` the
     largest logit is the same one. `missing` and `unexpected` are weights that transformers did not find for
-    each of the models, or had no place for.
+    each of the models, or had no place for; where any is missing, nothing is run.
     """
 
     class_names: tuple[str, str]
@@ -56,7 +65,7 @@ class ForwardReport:
         """Whether both were loaded whole and answered alike."""
         if self.largest is None or self.magnitude is None or any(self.missing):
             return False
-        return self.agreeing == self.positions and self.largest <= CLOSE * max(1.0, self.magnitude)
+        return self.agreeing == self.positions and self.largest <= CLOSE * self.magnitude
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data for JSON."""
@@ -69,19 +78,22 @@ def compare_logits(one: Path, other: Path, *, trust_remote_code: bool = False) -
     Raises `PlanError` where one is no Hugging Face folder, `BudgetError` where one does not fit the memory
     that is free, and `SourceError` where transformers does not load or run it.
     """
-    for folder in (one, other):
-        _check(folder)
-    folders = [str(folder.absolute()) for folder in (one, other)]
-    answer = _ask({"folders": folders, "trust_remote_code": trust_remote_code, "tokens": TOKENS})
+    sizes = [_check(folder) for folder in (one, other)]
+    request = {
+        "folders": [str(folder.absolute()) for folder in (one, other)],
+        "trust_remote_code": trust_remote_code,
+        "tokens": TOKENS,
+        "seconds": SECONDS + SECONDS * sum(sizes) // 10**9,
+        "memory": MEMORY + 2 * max(sizes),
+    }
+    answer = _ask(request)
     if "refused" in answer:
         raise SourceError(
             f"{(one, other)[answer['folder']]}: transformers does not run it: {answer['refused']}",
             "verify without --forward; a model that comes with code of its own needs --trust-remote-code",
         )
     shapes = answer["shapes"]
-    positions = 1
-    for size in shapes[0][:-1]:
-        positions *= size
+    positions = math.prod(shapes[0][:-1]) if shapes[0] else 0
     return ForwardReport(
         _pair(answer["class_names"]),
         (tuple(shapes[0]), tuple(shapes[1])),
@@ -99,11 +111,17 @@ def _pair(found: list[str]) -> tuple[str, str]:
     return one, other
 
 
-def _check(folder: Path) -> None:
+def _check(folder: Path) -> int:
+    """The bytes that the folder's weights take in fp32."""
     if not (folder / CONFIG).is_file():
         raise PlanError(
             f"--forward: {folder} holds no {CONFIG}, so that transformers does not load it",
             "merge the checkpoint first, then verify the result with --forward",
+        )
+    if os.path.lexists(folder / ADAPTER):
+        raise PlanError(
+            f"--forward: {folder} holds {ADAPTER}, and transformers would load the model that it names",
+            "move it away, or verify without --forward",
         )
     tensors, _ = read_model(folder)
     needed = 4 * sum(gather.numel for gather in tensors.values())
@@ -113,6 +131,7 @@ def _check(folder: Path) -> None:
             f"--forward: {folder} takes {needed // 10**6} MB in fp32, {free // 10**6} MB are free",
             "verify without --forward, or on a larger machine",
         )
+    return needed
 
 
 def _ask(request: dict[str, Any]) -> dict[str, Any]:
@@ -142,6 +161,11 @@ def _ask(request: dict[str, Any]) -> dict[str, Any]:
             ) from error
         except OSError as error:
             raise PlanError(f"{sys.executable}: {error.strerror}", "verify without --forward") from error
+    if done.returncode == -signal.SIGXCPU:
+        raise SourceError(
+            f"{' and '.join(request['folders'])}: not run within {request['seconds']} s of processor time",
+            "verify without --forward",
+        )
     try:
         answer: dict[str, Any] = json.loads(done.stdout)
     except ValueError as error:

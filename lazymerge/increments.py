@@ -1,4 +1,4 @@
-"""A result that grows: what a merge with --include has written is kept, and a later one adds what is missing.
+"""A result that grows: what a merge of some tensors has written is kept, and a later one adds the rest.
 
     DST/.lazymerge/partial.json    {"job": ..., "sources": {path: identity}, "files": {name: identity}}
 

@@ -37,7 +37,9 @@ from lazymerge.threads import share
 
 _VERSION = 1
 _LARGEST = 1 << 28  # bytes of a manifest
-_BLOCK = 1 << 20
+BLOCK = 1 << 20
+"""Bytes that a worker reads at a time."""
+
 _HELD = (*WEIGHTS, ".json", ".jinja", ".py", ".model", ".tiktoken")
 """Suffixes of files that belong to a model, besides the names of sidecars."""
 
@@ -45,7 +47,8 @@ _LOADED = re.compile(
     r"\.(safetensors|bin|ckpt)"  # and what follows: .bin.1, .ckpt.data-00000-of-00001
     r"|\.(pt|pth|pkl|pickle|joblib|np[yz]|h5|hdf5|keras|msgpack|gg(uf|ml|jt)|onnx|pb|tflite|distcp|metadata|nemo"
     r"|engine|plan|ot|(pd)?params|mlmodel|mar|zip|tar|tgz|so|dll|dylib|py[cd]?|json|jinja2?|j2|ya?ml"
-    r"|model|tiktoken|spm|vocab)$",
+    r"|model|tiktoken|spm|vocab|bpe|codes|tokenizer)$"
+    r"|^(tokenizer\.|dict\.txt$)",  # tokenizer.model.v3
     re.IGNORECASE,
 )
 """Names of files that a loader might take."""
@@ -191,7 +194,9 @@ def check_manifest(folder: Path, *, workers: int = 1, on_bytes: OnBytes | None =
         except LazymergeError:
             problems.append(Problem(name, "is missing, or cannot be read"))
             continue
-        if file.size != entry["size"]:
+        if _is_kept_by_a_tool(folder, name):
+            problems.append(Problem(name, f"is a link into a folder of tools: {os.readlink(folder / name)}"))
+        elif file.size != entry["size"]:
             problems.append(Problem(name, f"{file.size} bytes, expected {entry['size']}"))
         elif "tensors" not in entry:
             parts[_Part(file, name, None, 0, file.size)] = entry["xxh3_128"]
@@ -207,6 +212,14 @@ def check_manifest(folder: Path, *, workers: int = 1, on_bytes: OnBytes | None =
     problems.sort(key=lambda problem: (problem.file, problem.tensor or "", problem.text))
     tensors = sum(part.tensor is not None for part in parts)
     return ManifestReport(len(recorded), tensors, checked, tuple(problems))
+
+
+def _is_kept_by_a_tool(folder: Path, name: str) -> bool:
+    """Whether a file is a link to where a tool may clear it away: it would be whole only as long as that."""
+    path, root = folder / name, folder.resolve()
+    if not path.is_symlink() or not path.resolve().is_relative_to(root):
+        return False
+    return not _NOT_OURS.isdisjoint(path.resolve().relative_to(root).parts)
 
 
 def _check_header(
@@ -334,16 +347,16 @@ def _digests(parts: list[_Part], workers: int, on_bytes: OnBytes | None) -> list
     lock = threading.Lock()
 
     def work(units: Iterator[_Part]) -> None:
-        buffer = np.empty(_BLOCK, np.uint8).data
+        buffer = np.empty(BLOCK, np.uint8).data
         for part in units:
             digest = xxhash.xxh3_128()
-            for at in range(0, part.size, _BLOCK):
-                block = buffer[: min(_BLOCK, part.size - at)]
+            for at in range(0, part.size, BLOCK):
+                block = buffer[: min(BLOCK, part.size - at)]
                 part.file.read_into(part.offset + at, block)
                 digest.update(block)
                 if on_bytes is not None:
                     on_bytes(len(block), total, part.tensor or part.name)
-            if part.size >= _BLOCK:
+            if part.size >= BLOCK:
                 part.file.forget(part.offset, part.size)
             with lock:
                 found.append((part, digest.hexdigest()))

@@ -54,11 +54,15 @@ class Destination:
     """A folder that is being filled, made by `lazymerge.claim`. `finished` need not be written again.
 
     `complete` says that an earlier run of this very job has published all of them, sidecars included, and
-    `ended` that it has nothing left to do. `notes` are what the user should know of the file system.
+    `ended` that it has nothing left to do. `notes` are what the user should know of the file system. `stays`
+    are names of files there that are the source's: they are as the result has them, and are never touched.
     """
 
-    def __init__(self, folder: Path, overwrite: bool, notes: tuple[Note, ...] = ()) -> None:
+    def __init__(
+        self, folder: Path, overwrite: bool, notes: tuple[Note, ...] = (), stays: Collection[str] = ()
+    ) -> None:
         self.folder = folder
+        self.stays = stays
         self.notes = notes
         self.staging = folder / STAGING
         self.overwrite = overwrite
@@ -99,7 +103,7 @@ class Destination:
             rewrite(self._journal, lines)  # without a line that was cut
             return
         if not self.overwrite and not grows:
-            check_empty(self.folder, ())  # not even of files that another job has published
+            check_empty(self.folder, self.stays)  # not even of files that another job has published
         for journal in (self._journal, self._ended):
             if journal.exists():
                 journal.unlink()  # before what it lists
@@ -175,6 +179,8 @@ class Destination:
 
         Not staged if a complete result holds it already.
         """
+        if name in self.stays:
+            return
         there = self.folder / name
         if self.complete and there.is_file() and there.read_bytes() == content:
             return
@@ -186,6 +192,8 @@ class Destination:
 
         Not staged if a complete result holds it already.
         """
+        if name in self.stays:
+            return
         there = self.folder / name
         if self.complete and there.is_file() and filecmp.cmp(source, there, shallow=False):
             return
@@ -234,14 +242,14 @@ class Destination:
         sync_folder(self.staging)
         sync_folder(self.folder)
         if self.overwrite:
-            for name in _earlier(self.folder):
-                if name not in names or (self.staging / name).exists():
+            for name in replaceable(self.folder):
+                if name not in self.stays and (name not in names or (self.staging / name).exists()):
                     (self.folder / name).unlink()
                     with suppress(OSError):  # another file is in it
                         for above in Path(name).parents[:-1]:
                             (self.folder / above).rmdir()
         for name, identity in self._renamed.items():  # a sidecar that the source no longer has
-            if name not in names and is_file(self.folder / name, identity):
+            if name not in {*names, *self.stays} and is_file(self.folder / name, identity):
                 (self.folder / name).unlink()
         (self.folder / MANIFEST).unlink(missing_ok=True)
         for name in names:
@@ -273,7 +281,7 @@ class Destination:
         self._ended.unlink(missing_ok=True)
 
 
-def _earlier(folder: Path) -> list[str]:
+def replaceable(folder: Path) -> list[str]:
     """The files of a result in the folder that no other may be mixed with, the index first."""
     patterns = ("*", "additional_chat_templates/*", "huggingface/**/*", "lora_adapter/**/*")
     found = [path for pattern in patterns for path in folder.glob(pattern) if path.is_file()]
@@ -298,7 +306,7 @@ def sources_of(files: Sequence[LocalFile]) -> dict[str, Any]:
 def check_empty(folder: Path, known: Collection[str]) -> None:
     """Raise `OutputError` if the folder holds anything but what a merge leaves and what is `known`."""
     found = (path.name for path in folder.iterdir() if not path.name.startswith(STAGING))
-    names = sorted(name for name in found if name not in known)
+    names = sorted({*found} - {name.partition("/")[0] for name in known})
     if names:
         shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
         raise OutputError(

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from lazymerge.checkpoint import Checkpoint, Note
 from lazymerge.conversions.adapters.adapter import CONFIG as CONFIG_OF_ADAPTER
 from lazymerge.conversions.adapters.adapter import WEIGHTS, Adapter
-from lazymerge.conversions.adapters.trained import EXTRACT, FOLD, ONLY, LoraOptions, recorded, split
+from lazymerge.conversions.adapters.trained import (
+    BASE,
+    EXTRACT,
+    FOLD,
+    ONLY,
+    LoraOptions,
+    Split,
+    recorded,
+    split,
+)
 from lazymerge.conversions.dtypes import cast_to, parse_dtype
 from lazymerge.conversions.hub import HubOptions, to_hub
 from lazymerge.conversions.naming import select
@@ -18,6 +28,7 @@ from lazymerge.conversions.quantised import refuse_cast
 from lazymerge.conversions.tying import tie
 from lazymerge.errors import OutputError, PlanError, SourceError
 from lazymerge.files.dtype import DType
+from lazymerge.files.given import given_path
 from lazymerge.files.size import format_size, parse_size
 from lazymerge.formats.staged import STAGE, Staged
 from lazymerge.gather import Gather
@@ -149,6 +160,7 @@ def prepare(checkpoint: Checkpoint, options: Options, hf_config: Path | None) ->
         for at, each in places.items()
     }
     files = {name: gathers for name, gathers in files.items() if gathers}
+    places = {at: each for at, each in places.items() if f"{at}{WEIGHTS}" in files}  # not left out
     model = checkpoint.with_gathers({n: g for n, g in checkpoint.gathers.items() if n not in beside})
     plan = Plan((), None, None)
     if model.gathers or not files:
@@ -185,7 +197,13 @@ def convert(checkpoint: Checkpoint, options: Options, hf_config: Path | None) ->
         _refuse_conversions(options)
         return Converted(checkpoint, sidecars)
     adapters = [_adapter(each) for each in options.adapters]
-    parts = split(checkpoint, options.lora, sidecars.config)
+    try:
+        parts = split(checkpoint, options.lora, sidecars.config)
+    except PlanError:  # alpha is not known, most likely
+        bare = _bare(checkpoint, options)
+        if bare is None:
+            raise
+        parts = bare
     if options.lora.mode == ONLY or (parts.adapters and not parts.base.gathers):
         if adapters:
             raise PlanError("--adapter: no base is written that it could be folded into", "leave it away")
@@ -209,6 +227,19 @@ def convert(checkpoint: Checkpoint, options: Options, hf_config: Path | None) ->
     return Converted(checkpoint, sidecars, changes, wide, beside, adapters, unchanged)
 
 
+def _bare(checkpoint: Checkpoint, options: Options) -> Split | None:
+    """The checkpoint split as for its base alone, where --exclude names all of the adapters beside it.
+
+    None where it does not. A whole name that a pattern fits is left out whatever other names there are.
+    """
+    if options.lora.mode != EXTRACT or not options.exclude:
+        return None
+    parts = split(checkpoint, replace(options.lora, mode=BASE))
+    beside = [f"{ADAPTERS}{each.folder}{name}" for each in parts.adapters for name in each.gathers]
+    left_out = all(any(fnmatchcase(name, each) for each in options.exclude) for name in beside)
+    return parts if beside and left_out else None
+
+
 def _refuse_conversions(options: Options) -> None:
     """Refuse options of the stage that is not wanted."""
     lora = options.lora != LoraOptions()
@@ -227,10 +258,10 @@ def _adapter(given: str) -> tuple[Adapter, float]:
     folder, equals, weight = given.rpartition("=")
     if equals and not Path(given).exists():
         try:
-            return read_adapter(Path(folder)), float(weight)
+            return read_adapter(given_path(folder, "--adapter")), float(weight)
         except ValueError:
             pass  # an equals sign of the folder's name
-    return read_adapter(Path(given)), 1.0
+    return read_adapter(given_path(given, "--adapter")), 1.0
 
 
 def _sidecars(converted: Converted, options: Options, dtype: DType | None) -> dict[str, bytes | Path]:

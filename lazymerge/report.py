@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -10,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from lazymerge.budget import Spending, high_water, resident
-from lazymerge.checkpoint import Checkpoint, Note
+from lazymerge.checkpoint import Note
 from lazymerge.conversions.adapters.adapter import WEIGHTS as ADAPTER
-from lazymerge.plan import Plan
-from lazymerge.prepare import Prepared
+from lazymerge.formats.staged import STAGE
+from lazymerge.prepare import CONVERT, Prepared
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,7 @@ class MergeReport:
     unchanged: bool = False  # by the adapters that were folded in
     verified: bool = False
     url: str | None = None  # where it was uploaded to
+    next_step: str | None = None  # the command that makes a model of what one stage has left
 
     @property
     def warnings(self) -> tuple[Note, ...]:
@@ -123,15 +126,14 @@ def make_report(
     destination: Path,
     prepared: Prepared,
     spending: Spending,
-    *,
     budget: int,
-    disk_free: int | None,
-    dry_run: bool,
-    seconds: float,
-    peak: int,
+    started: float,
+    meter: Meter,
+    *,
+    dry_run: bool = False,
     resumed: tuple[str, ...] = (),
 ) -> MergeReport:
-    """The report of a merge that ended well, or of a dry run."""
+    """The report of a merge that ended well, or of a dry run; `started` is when, by the monotonic clock."""
     checkpoint, plan = prepared.checkpoint, prepared.plan
     files = {file.name: file.size for file in plan.files}
     if plan.index_name:
@@ -148,28 +150,40 @@ def make_report(
         bytes_read=plan.reads,
         bytes_written=plan.size,
         disk=prepared.size,
-        disk_free=disk_free,
+        disk_free=_disk_free(destination),
         workers=spending.workers,
         block=spending.block,
         budget=budget,
         predicted_peak=spending.peak,
-        peak=peak,
-        seconds=seconds,
+        peak=meter.peak(),
+        seconds=time.monotonic() - started,
         notes=checkpoint.notes,
         left_out=checkpoint.left_out,
         resumed=resumed,
         unchanged=prepared.unchanged,
-        how_to_load=_how_to_load(destination, plan, prepared.config, checkpoint),
+        how_to_load=_how_to_load(destination, prepared),
+        next_step=f"lazymerge merge {shlex.quote(str(destination))} MODEL --stage {CONVERT}"
+        if STAGE in prepared.beside
+        else None,
     )
 
 
-def _how_to_load(
-    destination: Path, plan: Plan, config: Mapping[str, Any] | None, checkpoint: Checkpoint
-) -> str:
+def _disk_free(folder: Path) -> int | None:
+    """Bytes that are free where the folder is, or will be; None where the file system does not say."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    try:
+        return shutil.disk_usage(there).free
+    except OSError:
+        return None
+
+
+def _how_to_load(destination: Path, prepared: Prepared) -> str:
     """A line of Python that loads the result, or its first file where it is no whole model."""
+    plan, config = prepared.plan, prepared.config
     if plan.files and all(file.name.endswith(ADAPTER) for file in plan.files):
         return f"peft.PeftModel.from_pretrained(base, {str((destination / plan.files[0].name).parent)!r})"
-    partial = any("--include" in reason or "--exclude" in reason for reason in checkpoint.left_out.values())
+    why = prepared.checkpoint.left_out.values()
+    partial = STAGE in prepared.beside or any("--include" in each or "--exclude" in each for each in why)
     if config is None or partial:
         file = plan.files[0].name
         if file.endswith(".bin"):

@@ -39,8 +39,8 @@ def verify_result(
         for file in files:
             drop_cached(file)
         comparison = compare(
-            expected,
             Checkpoint(tensors, ""),
+            expected,
             CompareOptions(exact=True),
             max_ram=max_ram,
             workers=workers,

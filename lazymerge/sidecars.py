@@ -8,6 +8,7 @@ and what a conversion names.
 from __future__ import annotations
 
 import json
+import os
 import re
 import stat
 from collections.abc import Iterable, Mapping
@@ -17,8 +18,8 @@ from typing import Any
 
 from lazymerge.checkpoint import Note
 from lazymerge.errors import DamagedFile, SourceError
-from lazymerge.files.json_text import bounded
-from lazymerge.files.local import LocalFile
+from lazymerge.files.json_text import bounded, why
+from lazymerge.files.local import LocalFile, refuse_no_file
 
 CONFIG = "config.json"
 
@@ -125,6 +126,8 @@ def _is_there(path: Path, *, links: bool) -> bool:
     try:
         mode = path.stat().st_mode if links or _in_hub_cache(path) else path.lstat().st_mode
     except OSError:
+        if os.path.islink(path):
+            refuse_no_file(path)
         return False
     if not stat.S_ISREG(mode):
         kind = "a link" if stat.S_ISLNK(mode) else "no plain file"
@@ -193,9 +196,8 @@ def _parse(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(bounded(raw.decode()))  # as loaders read it: no byte order mark, no UTF-16
     except (ValueError, RecursionError) as error:
-        reason = str(error) if isinstance(error, json.JSONDecodeError) else "not UTF-8, or nested too deep"
         raise DamagedFile(
-            f"{path}: malformed JSON ({reason})", "repair it, or give --hf-config DIR"
+            f"{path}: malformed JSON ({why(error)})", "repair it, or give --hf-config DIR"
         ) from None
     if not isinstance(content, dict):
         raise DamagedFile(f"{path}: not a JSON object", "repair it, or give --hf-config DIR")

@@ -5,8 +5,9 @@
                                     names in DIR/lora_adapter/NAME/
 
 An adapter is compared by the names that its tensors have in PEFT's file, with ``lora_adapter/`` in place of
-``base_model.model.``, and by its settings, as far as they are known: beside rank files verl keeps r, and
-alpha without its fraction.
+``base_model.model.``, and by its settings: all fields of adapter_config.json but those that change
+nothing of what the adapter does, with PEFT's defaults. Beside rank files verl keeps only r, and alpha without
+its fraction.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from lazymerge.comparison import SETTING, Difference
 from lazymerge.conversions.adapters.adapter import CONFIG, WEIGHTS, Adapter
 from lazymerge.conversions.adapters.names import BaseNames
 from lazymerge.conversions.adapters.read import BIN, read_adapter
+from lazymerge.conversions.adapters.settings import NO_ARITHMETIC, STARTS_UNCHANGED
 from lazymerge.conversions.adapters.trained import BASE, LoraOptions, split
 from lazymerge.conversions.adapters.trained_names import WRAPPER
 from lazymerge.conversions.adapters.trained_told import told
@@ -29,17 +31,11 @@ from lazymerge.errors import AmbiguousCheckpoint, PlanError
 from lazymerge.gather import Gather
 from lazymerge.prepare import ADAPTERS
 
-_SETTINGS = (
-    "r",
-    "lora_alpha",
-    "target_modules",
-    "target_parameters",
-    "rank_pattern",
-    "alpha_pattern",
-    "use_rslora",
-    "use_dora",
-)
-"""Fields of adapter_config.json that decide what an adapter does, beside its tensors."""
+_IDLE = NO_ARITHMETIC - {"ensure_weight_tying", "layers_pattern", "qalora_group_size"} | {"auto_mapping"}
+"""Fields of adapter_config.json that change nothing of what an adapter does; any other one may."""
+
+_DEFAULTS = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "bias": "none", "qalora_group_size": 16}
+"""What PEFT takes for a field that is not there, unless that is false or empty (LoraConfig, 0.21)."""
 
 _WHOLE = (".base_layer.", ".original_module.", ".modules_to_save.", ".token_adapter.")
 """What PEFT may put into the name of a base's tensor that it saves with an adapter."""
@@ -49,12 +45,12 @@ _WHOLE = (".base_layer.", ".original_module.", ".modules_to_save.", ".token_adap
 class Side:
     """A base, under its own names, and adapters: where they are below ``lora_adapter/`` -> adapter.
 
-    The adapters' `config` has what is known of `_SETTINGS`; `rounded` says that alpha has lost its fraction.
+    `partial` says that the adapters' `config` has only what a trainer recorded, alpha without its fraction.
     """
 
     base: Checkpoint
     adapters: Mapping[str, Adapter]
-    rounded: bool = False
+    partial: bool = False
 
 
 def taken_apart(checkpoint: Checkpoint) -> Side:
@@ -71,7 +67,7 @@ def taken_apart(checkpoint: Checkpoint) -> Side:
         each.folder: replace(each, config=_recorded(each.name, names, [*folders, *checkpoint.sidecars]))
         for each in parts.adapters
     }
-    return Side(parts.base, known, rounded=True)
+    return Side(parts.base, known, partial=True)
 
 
 def adapters_in(folder: Path) -> dict[str, Adapter]:
@@ -87,11 +83,7 @@ def adapters_in(folder: Path) -> dict[str, Adapter]:
     places = {"": folder if _is_adapter(folder) else inner}
     if inner.is_dir():
         places |= {f"{path.name}/": path for path in sorted(inner.iterdir())}
-    found = {at: read_adapter(path) for at, path in places.items() if _is_adapter(path)}
-    return {
-        at: replace(each, config={key: each.config.get(key) for key in _SETTINGS})
-        for at, each in found.items()
-    }
+    return {at: read_adapter(path) for at, path in places.items() if _is_adapter(path)}
 
 
 def _is_adapter(folder: Path) -> bool:
@@ -139,15 +131,17 @@ def _of_base(key: str) -> str:
 
 
 def differing_settings(one: Side, other: Side) -> list[Difference]:
-    """The settings that adapters of both sides have, and that differ."""
+    """The settings that are known of adapters that both sides have, and that differ."""
     found = []
     for at in sorted(one.adapters.keys() & other.adapters.keys()):
         configs = one.adapters[at].config, other.adapters[at].config
-        for key in _SETTINGS:
-            if not all(key in config for config in configs):
-                continue
-            values = [_plain(config[key]) for config in configs]
-            if key == "lora_alpha" and (one.rounded or other.rounded):
+        keys = (configs[0].keys() | configs[1].keys()) - _IDLE
+        for side, config in zip((one, other), configs, strict=True):
+            if side.partial:
+                keys &= config.keys()
+        for key in sorted(keys):
+            values = [_meant(config, key) for config in configs]
+            if key == "lora_alpha" and (one.partial or other.partial):
                 values = [int(value) if isinstance(value, float) else value for value in values]
             if values[0] != values[1]:
                 name = f"{ADAPTERS}{at}{key}"
@@ -156,8 +150,17 @@ def differing_settings(one: Side, other: Side) -> list[Difference]:
     return found
 
 
-def _plain(value: Any) -> Any:
-    """The value with what means the same alike: lists of names in any order, nothing in any form."""
+def _meant(config: Mapping[str, Any], key: str) -> Any:
+    """What a field means, with what means the same alike: names in any order, nothing in any form."""
+    value = config.get(key)
+    if value is None:
+        value = _DEFAULTS.get(key)
+    if key == "init_lora_weights" and (
+        value is True or (isinstance(value, str) and value in STARTS_UNCHANGED)
+    ):
+        return None
+    if key == "layers_to_transform" and type(value) is int:
+        return [value]
     if isinstance(value, list) and all(isinstance(each, str) for each in value):
         value = sorted(value)
-    return value or None
+    return None if value is False or value in ("", [], {}) else value

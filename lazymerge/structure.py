@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lazymerge.checkpoint import Note
 from lazymerge.errors import LazymergeError
 from lazymerge.files.json_text import bounded
 from lazymerge.files.local import Descriptors, LocalFile
@@ -75,6 +76,17 @@ def check_structure(folder: Path) -> tuple[Problem, ...]:
         problems.append(Problem(names[1], f"{len(names)} weight files and no index that lists them"))
     problems += _numbering(names)
     return tuple(problems)
+
+
+def left_alone(folder: Path) -> tuple[Note, ...]:
+    """A warning about torch files beside safetensors, which are loaded in their place."""
+    if not any(folder.glob(f"*{SAFETENSORS}")):
+        return ()
+    others = sorted(path.name for path in folder.glob("pytorch_model*"))
+    if not others:
+        return ()
+    listed = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+    return (Note("warning", f"{listed} beside the model was not checked: loaders take the safetensors"),)
 
 
 def _without(text: str, path: Path) -> str:

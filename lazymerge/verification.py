@@ -10,24 +10,34 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lazymerge import api
-from lazymerge.checkpoint import Checkpoint
+from lazymerge.budget import SLACK, resident
+from lazymerge.checkpoint import Checkpoint, Note
 from lazymerge.compare import compare
 from lazymerge.comparison import CompareOptions, Comparison
 from lazymerge.conversions.hub import HubOptions
-from lazymerge.errors import NotACheckpoint, PlanError, SourceError, UnsupportedCheckpoint
+from lazymerge.copies import check_copies
+from lazymerge.errors import (
+    BudgetError,
+    LazymergeError,
+    NotACheckpoint,
+    PlanError,
+    SourceError,
+    UnsupportedCheckpoint,
+)
+from lazymerge.files.given import given_path
 from lazymerge.files.size import parse_size
 from lazymerge.forward import ForwardReport, compare_logits
 from lazymerge.gather import Gather
-from lazymerge.manifest import ManifestReport, OnBytes, check_manifest, has_manifest
+from lazymerge.manifest import BLOCK, ManifestReport, OnBytes, check_manifest, has_manifest
 from lazymerge.prepare import ADAPTERS, Options, convert
 from lazymerge.report import Meter, OnProgress
 from lazymerge.sides import Side, adapters_in, differing_settings, taken_apart, tensors
-from lazymerge.structure import Problem, check_structure
+from lazymerge.structure import Problem, check_structure, left_alone
 
 STAGE = "verify"
 """What progress events of this module are called."""
@@ -39,7 +49,8 @@ class VerifyReport:
 
     `structure` is what is wrong with the files of a folder that was verified alone. `seconds` is a time,
     `peak` the most resident memory of the process in bytes. `left_out` is what of the sources was not
-    compared -> why.
+    compared -> why. `notes` are the warnings about the first and about the other; a lossy one says that what
+    was compared is not all that the checkpoint holds, so that nothing is the same.
     """
 
     one: str
@@ -49,14 +60,16 @@ class VerifyReport:
     comparison: Comparison | None
     forward: ForwardReport | None
     left_out: Mapping[str, str]
+    notes: tuple[tuple[Note, ...], tuple[Note, ...]]
     seconds: float
     peak: int
 
     @property
     def same(self) -> bool:
         """Whether all that was looked at is as it has to be."""
-        parts = (self.manifest, self.comparison, self.forward)
-        return not self.structure and all(part is None or part.same for part in parts)
+        if self.structure or any(note.lossy for notes in self.notes for note in notes):
+            return False
+        return all(part is None or part.same for part in (self.manifest, self.comparison, self.forward))
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data for JSON."""
@@ -69,6 +82,10 @@ class VerifyReport:
             "comparison": None if self.comparison is None else self.comparison.to_json(),
             "forward": None if self.forward is None else self.forward.to_json(),
             "left_out": dict(self.left_out),
+            "notes": {
+                side: [asdict(note) for note in notes]
+                for side, notes in zip(("one", "other"), self.notes, strict=True)
+            },
             "seconds": self.seconds,
             "peak": self.peak,
         }
@@ -112,8 +129,8 @@ def verify(
     base_only        LoRA is not compared, on whichever side it is
     forward          also run both folders in transformers and compare their logits
 
-    The others are as in `merge`. Returns a `VerifyReport`, whose `same` is the answer; raises
-    `LazymergeError` where there is no answer.
+    The others are as in `merge`; without `against` only `max_ram` and `max_workers` mean something. Returns a
+    `VerifyReport`, whose `same` is the answer; raises `LazymergeError` where there is no answer.
     """
     started = time.monotonic()
     workers = _workers(max_workers)
@@ -123,13 +140,35 @@ def verify(
     structure: tuple[Problem, ...] = ()
     manifest = comparison = logits = None
     left_out: dict[str, str] = {}
+    notes: tuple[tuple[Note, ...], tuple[Note, ...]] = (), ()
     if against is None:
-        if forward or base_only or exact or accept_rounding or atol is not None or rtol is not None:
-            raise PlanError("nothing to compare with", "give the other checkpoint with --against")
+        _refuse_idle(
+            {
+                "--atol": atol is not None,
+                "--rtol": rtol is not None,
+                "--exact": exact,
+                "--accept-rounding": accept_rounding,
+                "--max-mismatches": max_mismatches != CompareOptions().max_mismatches,
+                "--base-only": base_only,
+                "--forward": forward,
+                "--component": component != "actor",
+                "--fsdp-version": fsdp_version is not None,
+                "--world-size": world_size is not None,
+                "--hf-config": hf_config is not None,
+                "--backend": backend is not None,
+                "--family": family is not None,
+                "--param-mapping": bool(param_mapping),
+                "--tie-word-embedding": tie_word_embedding,
+                "--is-value-model": is_value_model,
+                "--trust-remote-code": trust_remote_code,
+            }
+        )
         folder = _folder(src)
-        structure = check_structure(folder)
         if has_manifest(folder):
-            manifest = check_manifest(folder, workers=workers, on_bytes=_told(meter))
+            reading = _readers(workers, budget)
+            manifest = check_manifest(folder, workers=reading, on_bytes=_told(meter))
+        structure = _structure(folder, sealed=manifest is not None)
+        notes = left_alone(folder), ()
     else:
         settings = {
             "component": component,
@@ -143,6 +182,11 @@ def verify(
         hub = HubOptions(family, mapping, tie_word_embedding, is_value_model, check=False)
         bases = _alike(sides, hub, trust_remote_code, Path(hf_config) if hf_config else None)
         left_out = {**bases[0].left_out, **bases[1].left_out}
+        bases = (
+            _with_copies(bases[0], one, base_only, meter),
+            _with_copies(bases[1], other, base_only, meter),
+        )
+        notes = bases[0].warnings, bases[1].warnings
         if base_only:
             places = {f"{ADAPTERS}{at}" for side in sides for at in side.adapters}
             left_out |= dict.fromkeys(sorted(places), "--base-only")
@@ -172,6 +216,7 @@ def verify(
         comparison,
         logits,
         left_out,
+        notes,
         time.monotonic() - started,
         meter.peak(),
     )
@@ -224,6 +269,14 @@ def _converted(
     return convert(checkpoint, Options(hub=hub, trust_remote_code=trust_remote_code), linked).checkpoint
 
 
+def _with_copies(base: Checkpoint, side: Side, base_only: bool, meter: Meter) -> Checkpoint:
+    """The base, after what its ranks share of it, and of the adapters, was compared: it has notes on that."""
+    names = set(base.gathers)
+    if not base_only:
+        names |= {name for adapter in side.adapters.values() for name in adapter.gathers}
+    return check_copies(base, names, False, meter)
+
+
 def _with(checkpoint: Checkpoint, more: Mapping[str, Gather]) -> Checkpoint:
     return checkpoint.with_gathers({**checkpoint.gathers, **more})
 
@@ -242,8 +295,39 @@ def _workers(wanted: int | None) -> int:
     return wanted or min(4, os.cpu_count() or 1)
 
 
+def _refuse_idle(flags: Mapping[str, bool]) -> None:
+    """Refuse options, of which it is said whether they are given, that are about another checkpoint."""
+    given = ", ".join(flag for flag, is_given in flags.items() if is_given)
+    if given:
+        raise PlanError(f"{given}: nothing to compare with", "give the other checkpoint with --against")
+
+
+def _structure(folder: Path, *, sealed: bool) -> tuple[Problem, ...]:
+    """What is wrong with the weight files; a folder with a manifest may hold none, or what is no model."""
+    try:
+        return check_structure(folder)
+    except LazymergeError:
+        if sealed:  # the manifest says what should be there
+            return ()
+        raise
+
+
+def _readers(workers: int, max_ram: int | None) -> int:
+    """As many of the workers as fit the budget; `BudgetError` if none does."""
+    if max_ram is None:
+        return workers
+    base = resident() + SLACK
+    if base + BLOCK > max_ram:
+        least = -(-(base + BLOCK) // 10**6)
+        raise BudgetError(
+            f"a budget of {max_ram // 10**6} MB is too small: reading the files takes at least {least} MB",
+            f"give --max-ram {least}MB or more",
+        )
+    return min(workers, (max_ram - base) // BLOCK)
+
+
 def _folder(src: api.Pathlike) -> Path:
-    folder = Path(src)
+    folder = given_path(src, "the result")
     if not folder.is_dir():
         what = "is no folder" if folder.exists() else "no such folder"
         raise SourceError(f"{folder}: {what}", "give the folder of a result, or --against another checkpoint")

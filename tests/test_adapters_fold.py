@@ -573,7 +573,7 @@ def test_a_product_of_zero_is_told(folders: Path, half: str) -> None:
     )
     result = folding.folded(base, adapter)
     assert result.unchanged
-    assert [note.level for note in result.checkpoint.notes] == ["warning"]
+    assert [note.level for note in result.checkpoint.notes if note.level != "info"] == ["warning"]
     written = load_file(folding.write(result, base, folders / "out") / WEIGHTS)
     assert_same(written, load_file(base / WEIGHTS))
     assert not folding.folded(

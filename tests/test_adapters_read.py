@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from lazymerge.conversions.adapters.parts import take_apart
 from lazymerge.conversions.adapters.read import read_adapter
-from lazymerge.conversions.adapters.settings import _NO_ARITHMETIC, _REFUSED, _UNDERSTOOD, understand
+from lazymerge.conversions.adapters.settings import _REFUSED, _UNDERSTOOD, NO_ARITHMETIC, understand
 from lazymerge.errors import (
     DamagedFile,
     IncompleteCheckpoint,
@@ -46,9 +46,9 @@ def change(adapter: Path, **fields: Any) -> None:
 
 def test_every_field_of_pefts_config_has_been_looked_at() -> None:
     fields = {field.name for field in dataclasses.fields(peft.LoraConfig)}
-    assert fields - {"runtime_config"} <= _NO_ARITHMETIC | _UNDERSTOOD | _REFUSED.keys()
+    assert fields - {"runtime_config"} <= NO_ARITHMETIC | _UNDERSTOOD | _REFUSED.keys()
     written = peft.LoraConfig().to_dict()
-    assert written.keys() <= _NO_ARITHMETIC | _UNDERSTOOD | _REFUSED.keys()
+    assert written.keys() <= NO_ARITHMETIC | _UNDERSTOOD | _REFUSED.keys()
 
 
 def test_a_torch_file_reads_like_safetensors(base: Path, adapter: Path, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from lazymerge.conversions.architecture import (
     expected,
     why_unknown,
 )
-from lazymerge.conversions.model_process import Contradiction
+from lazymerge.conversions.model_process import ANSWER, Contradiction
 from lazymerge.errors import (
     DamagedFile,
     IncompleteCheckpoint,
@@ -533,7 +533,10 @@ NAMES_NONE = "config.json names no class (architectures)"
     [
         ({}, NAMES_NONE),
         ({"architectures": []}, NAMES_NONE),
-        ({"architectures": "LlamaForCausalLM"}, NAMES_NONE),
+        (
+            {"architectures": "LlamaForCausalLM"},
+            "config.json has a text as architectures, which is a list of names: [...]",
+        ),
         ({"architectures": [7]}, NAMES_NONE),
         ({"architectures": ["os.system"]}, NAMES_NONE),
         ({"architectures": ["AutoModel"]}, NAMES_NONE),
@@ -632,12 +635,53 @@ def test_a_config_that_the_class_refuses(saved, here, change, said):
         {"n_routed_experts": 10**9},
         {"vision_config": {"depth": 10**9}},
         {"n_layer": 10**9},
+        {"num_hidden_layers": 10**4000},
     ],
 )
 def test_layers_without_end_are_refused_before_anything_is_built(monkeypatch, change):
     monkeypatch.setattr(module, "_ask", lambda request: pytest.fail("asked"))
-    with pytest.raises(DamagedFile, match=r"config\.json: \w+ is 1.*expected at most 1,000"):
+    with pytest.raises(DamagedFile, match=r"config\.json: \w+ is (1|above).*expected at most 1,000"):
         expected({"architectures": ["LlamaForCausalLM"], **change})
+
+
+@pytest.mark.parametrize("place", [{}, {"text_config": {}}])
+@pytest.mark.parametrize("count", [100_001, 1e300, 10**4000])
+def test_labels_without_end_are_refused_before_anything_is_built(monkeypatch, place, count):
+    """800,000 of them were a name each in the answer, 39 MB of it."""
+    monkeypatch.setattr(module, "_ask", lambda request: pytest.fail("asked"))
+    labels = {"num_labels": count}
+    config = {"architectures": ["LlamaForCausalLM"], **({"text_config": labels} if place else labels)}
+    with pytest.raises(DamagedFile, match=r"config\.json: num_labels is .*expected at most 100,000"):
+        expected(config)
+
+
+def test_a_class_is_asked_for_once_and_of_many_none(here):
+    """Each of them is a process of its own."""
+    config = {
+        "model_type": "llama",
+        "architectures": ["Own", *["LlamaForCausalLM", "MistralForCausalLM"] * 100],
+    }
+    assert meta_model.classes(config) == ["LlamaForCausalLM", "MistralForCausalLM"]
+    many = [*(f"Own{number}" for number in range(8)), "LlamaForCausalLM"]
+    assert meta_model.classes({**config, "architectures": many}) == []
+
+
+def test_labels_are_not_in_the_answer(saved, here):
+    few, _ = saved("qwen3_moe-reward")
+    answers = []
+    for count in (3, 50_000):
+        few.pop("id2label", None)
+        few.pop("label2id", None)
+        answers.append(built({**few, "num_labels": count, "vocab_size": 50_000}))
+        assert answers[-1].shapes["score.weight"] == (count, 16)
+    sizes = [len(json.dumps(answer.defaults)) for answer in answers]
+    assert sizes[0] == sizes[1]
+
+
+def test_the_text_part_has_no_labels_in_the_answer_either(saved, here):
+    config, _ = saved("qwen2_5_vl")
+    config["text_config"] |= {"num_labels": 50_000}
+    assert len(json.dumps(built(config).defaults)) < 20_000
 
 
 def test_a_config_too_deep_to_hand_on_is_refused():
@@ -685,11 +729,11 @@ def test_the_process_apart_answers_the_same_and_the_one_that_asks_stays_small(sa
 
 
 @pytest.mark.slow
-def test_a_config_that_takes_all_memory_ends_with_a_message(saved):
-    """10^9 labels are a dict that large, made by the config's class before there is a model."""
-    config, _ = saved("llama")
-    with pytest.raises(DamagedFile, match="LlamaForCausalLM that it asks for takes more than"):
-        expected({**config, "num_labels": 10**9})
+def test_a_config_that_takes_all_memory_ends_with_a_message():
+    """10^9 kinds of attention are a list that long, made by the config's class before there is a model."""
+    kinds = {"attention_types": [[["global"], 10**9]], "num_layers": 2}
+    with pytest.raises(DamagedFile, match="GPTNeoForCausalLM that it asks for takes more than"):
+        expected({"architectures": ["GPTNeoForCausalLM"], "model_type": "gpt_neo", **kinds})
 
 
 @pytest.mark.parametrize(
@@ -701,6 +745,7 @@ def test_a_config_that_takes_all_memory_ends_with_a_message(saved):
             "ValueError: no such width",
         ),
         ((0, b'{"too large": true}'), DamagedFile, "takes more than 30 s or 2 GiB"),
+        ((0, b" " * (ANSWER + 1) + b"{}"), DamagedFile, "24 MiB of names"),
         ((-signal.SIGXCPU, b""), DamagedFile, "takes more than 30 s or 2 GiB"),
         ((1, b""), PlanError, "exit code 1"),
         ((-signal.SIGKILL, b'{"archi'), PlanError, "exit code -9"),

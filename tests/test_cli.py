@@ -9,6 +9,7 @@ import logging
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from lazymerge import api, cli, display, errors
 from lazymerge.cli import failures
 from lazymerge.files.size import format_size
 from lazymerge.report import MergeReport, Progress
+from tests.checks import refused, tree
 
 ROOT = Path(__file__).parents[1]
 LAZYMERGE = [sys.executable, "-m", "lazymerge"]
@@ -127,6 +129,73 @@ def test_wrong_usage_is_exit_code_2(args: list[str]):
     assert done.exit_code == 2
     assert "Usage: lazymerge merge" in done.stderr
     assert done.stdout == ""
+
+
+PLACES = ["--hf-config", "--hf_model_path", "--backfill", "--adapter", "--lora-config", "--family"]
+"""Options of merge that take a path."""
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["merge", "", "b"],
+        ["merge", "a", ""],
+        ["merge", "a", "", "b"],
+        ["merge", "--local_dir", "", "--target_dir", "b"],
+        ["merge", "--local_dir", "a", "--target_dir", ""],
+        *(["merge", "a", "b", option, ""] for option in [*PLACES, "--param-mapping"]),
+        ["verify", ""],
+        ["verify", "a", "--against", ""],
+        ["test", "--local_dir", "", "--test_hf_dir", "b"],
+        ["test", "--local_dir", "a", "--test_hf_dir", ""],
+        ["upload", "", "lab/model"],
+    ],
+    ids=" ".join,
+)
+def test_an_empty_path_is_not_the_current_folder(src: Path, tmp_path: Path, monkeypatch, args: list[str]):
+    """It is what an unset variable of the shell leaves, and --target_dir replaces what is there."""
+    monkeypatch.chdir(shutil.copytree(src, tmp_path / "here"))
+    before = tree(tmp_path)
+    done = lazymerge_cli(*args)
+    assert done.exit_code == 2
+    assert "Usage: " in done.stderr and "the path is empty" in done.stderr
+    assert tree(tmp_path) == before
+
+
+def test_nor_is_one_that_is_given_to_the_library(src: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(shutil.copytree(src, tmp_path / "here"))
+    for call in (
+        lambda: lazymerge.open(""),
+        lambda: lazymerge.open([src, ""]),
+        lambda: lazymerge.open(src, hf_config=""),
+        lambda: lazymerge.merge("", "out"),
+        lambda: lazymerge.merge(src, "", overwrite=True),
+        lambda: lazymerge.merge(src, "out", hf_config=""),
+        lambda: lazymerge.merge(src, "out", backfill=""),
+        lambda: lazymerge.merge(src, "out", lora_config=""),
+        lambda: lazymerge.merge(src, "out", adapter=""),
+        lambda: lazymerge.merge(src, "out", adapter=["=0.5"]),
+        lambda: lazymerge.verify(""),
+        lambda: lazymerge.verify(src, ""),
+        lambda: lazymerge.verify("", src),
+        lambda: lazymerge.upload("", "lab/model"),
+    ):
+        with refused(errors.PlanError, "the path is empty", dst=tmp_path):
+            call()
+
+
+@pytest.mark.parametrize(
+    "flags", [["--token", "t"], ["--revision", "b"], ["--create-pr"], ["--commit-message", "m"]]
+)
+def test_options_of_an_upload_without_one(src: Path, tmp_path: Path, flags: list[str]):
+    """verl's --private alone is taken, as there, and a note says that it does nothing."""
+    done = lazymerge_cli("merge", src, tmp_path / "out", *flags, "--private")
+    assert done.exit_code == 2
+    assert f"{flags[0]}: nothing is uploaded" in done.stderr
+    assert not (tmp_path / "out").exists()
+    done = lazymerge_cli("merge", src, tmp_path / "out", "--private", "--dry-run")
+    assert done.exit_code == 0
+    assert "note: --private: does nothing without --push-to-hub" in done.stdout
 
 
 @pytest.mark.parametrize(

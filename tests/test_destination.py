@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import lazymerge
 from lazymerge.errors import InconsistentCheckpoint, OutputError, PlanError
+from lazymerge.output import Destination
 from tests.checks import assert_same_model, assert_well_formed, refused, tree
 
 Usage = namedtuple("Usage", "total used free")
@@ -491,6 +493,157 @@ def test_other_options_start_again(src, out, disk_full, options):
     disk_full(None)
     assert lazymerge.merge(src, out, **options).resumed == ()
     assert len(assert_well_formed(out)) == 6 - len(options.get("exclude", ()))
+
+
+# ---- the source's own folder of config and tokenizer -------------------------------------------------------
+
+
+@pytest.fixture
+def actor(source, tmp_path) -> Path:
+    """A full state dict, its sidecars in huggingface/ as verl has them."""
+    folder = source(tmp_path / "actor", TRUTH)
+    own = folder / "huggingface"
+    (own / "additional_chat_templates").mkdir(parents=True)
+    (own / "config.json").write_text('{ "dtype": "float32" }')
+    (own / "tokenizer.json").write_text("{}")
+    (own / "additional_chat_templates/tool.jinja").write_text("x")
+    return folder
+
+
+def kept(folder: Path) -> dict[str, tuple[int, int, int, bytes]]:
+    """What is told of each file of the source but for weights in its folder of config and tokenizer."""
+    files = [path for path in folder.rglob("*") if path.is_file() and ".lazymerge" not in str(path)]
+    return {
+        str(path): (path.stat().st_ino, path.stat().st_mtime_ns, path.stat().st_mode, path.read_bytes())
+        for path in files
+        if not path.match("model*.safetensors*") and not path.match("lazymerge-manifest.json")
+    }
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_beside_the_sources_own_config(actor, overwrite):
+    before = kept(actor)
+    lazymerge.merge(actor, actor / "huggingface", overwrite=overwrite, verify=True, **SHARD)
+    assert_same_model(actor / "huggingface", TRUTH)
+    assert kept(actor) == before
+    assert lazymerge.verify(actor / "huggingface").same
+    assert set(lazymerge.open(actor)) == set(TRUTH)
+    assert lazymerge.verify(actor, actor / "huggingface").same
+
+
+def test_a_second_time_beside_the_sources_own_config(actor):
+    before = kept(actor)
+    lazymerge.merge(actor, actor / "huggingface", **SHARD)
+    with refused(OutputError, "is not empty (model-00001", "--overwrite", dst=actor):
+        lazymerge.merge(actor, actor / "huggingface", **SHARD)
+    lazymerge.merge(actor, actor / "huggingface", overwrite=True)
+    assert_same_model(actor / "huggingface", TRUTH)
+    assert kept(actor) == before
+    lazymerge.merge(actor, actor / "huggingface", include="layers.0.*", overwrite=True)
+    lazymerge.merge(actor, actor / "huggingface", overwrite=True)
+    assert_same_model(actor / "huggingface", TRUTH)
+    assert kept(actor) == before
+
+
+@pytest.mark.parametrize("where", ["inside", "elsewhere"])
+@pytest.mark.parametrize("earlier", [False, True])
+def test_killed_beside_the_sources_own_config(actor, tmp_path, killed_at, where, earlier):
+    """At no moment a sidecar is away, and the same command goes on. So too where --hf-config is replaced."""
+
+    def merge(root: Path, **options):
+        own = root / "huggingface" if where == "inside" else root.with_suffix(".config")
+        src = root if where == "inside" else root / "pytorch_model.bin"
+        config = None if where == "inside" else own
+        lazymerge.merge(src, own, hf_config=config, overwrite=earlier, **options)
+        return own
+
+    def fresh(name: str) -> Path:
+        root = shutil.copytree(actor, tmp_path / name / "actor")
+        if where == "elsewhere":
+            (root / "huggingface").rename(root.with_suffix(".config"))
+        if earlier:
+            merge(root)
+        return root
+
+    root, state = fresh("whole"), killed_at(None)
+    state["steps"] = 0
+    merge(root, **SHARD)
+    steps = state["steps"]
+    assert steps > 5
+    for last in range(steps):
+        root = fresh(str(last))
+        before = kept(root.parent)
+        killed_at(last)
+        with pytest.raises(Killed):
+            merge(root, **SHARD)
+        killed_at(None)
+        assert kept(root.parent).items() >= before.items()
+        assert_same_model(merge(root, **SHARD), TRUTH)
+        assert kept(root.parent) == before
+
+
+@pytest.mark.parametrize("published", [False, True], ids=["never", "by a run that was killed"])
+def test_what_stays_is_not_removed_though_no_file_of_the_result_has_its_name(tmp_path, published):
+    (tmp_path / ".lazymerge").mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
+    for names in [["config.json", "model.safetensors"]] * published + [["model.safetensors"]]:
+        destination = Destination(tmp_path, overwrite=True, stays={"config.json"})
+        destination.begin({}, [])
+        with destination.file("model.safetensors", 3) as fd:
+            os.write(fd, b"new")
+        destination.publish(names)
+    assert (tmp_path / "config.json").read_text() == "{}"
+    assert not (tmp_path / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dtype": "bfloat16"}, "config.json: is the source's, and that of the result would differ"),
+        ({"hf_config": "other"}, "config.json: is the source's, and that of the result would differ"),
+        ({"stage": "merge"}, "only a whole model can go"),
+    ],
+)
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_the_sources_own_config_is_not_changed(actor, tmp_path, options, words, overwrite):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/config.json").write_text("{}")
+    if "hf_config" in options:
+        options = {"hf_config": tmp_path / "other"}
+    with refused(OutputError, words, "another folder", dst=actor):
+        lazymerge.merge(actor, actor / "huggingface", overwrite=overwrite, **options)
+
+
+def test_any_other_folder_of_the_source_is_refused_and_that_one_named(actor):
+    for place in ("out", "huggingface/out"):
+        with refused(OutputError, "inside the source", str(actor / "huggingface"), dst=actor):
+            lazymerge.merge(actor, actor / place, overwrite=True)
+
+
+def test_beside_rank_files_is_no_place_whoever_names_it(actor):
+    """--hf-config may be the folder of the weights themselves, above or below what was given."""
+    step = actor.parent / "global_step_1" / "actor"
+    shutil.copytree(actor, step)
+    shutil.rmtree(actor)
+    with refused(OutputError, "inside the source", dst=step):
+        lazymerge.merge(actor.parent, step, hf_config=step, overwrite=True)
+
+
+def test_an_adapter_that_is_read_is_not_replaced(source, tmp_path, out):
+    """It is given by another option than SRC, and would be removed before the result has its names."""
+    src = source(tmp_path / "src", {"layers.0.q_proj.weight": torch.ones(30, 20)}, {})
+    adapter = out / "lora_adapter"
+    adapter.mkdir(parents=True)
+    settings = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    front = "base_model.model.layers.0.q_proj.lora_"
+    halves = {f"{front}A.weight": torch.ones(1, 20), f"{front}B.weight": torch.ones(30, 1)}
+    save_file(halves, adapter / "adapter_model.safetensors")
+    with refused(OutputError, "adapter_model.safetensors: is read for the result", dst=out):
+        lazymerge.merge(src, out, adapter=str(adapter), overwrite=True)
+    lazymerge.merge(src, tmp_path / "other", adapter=str(adapter), overwrite=True)
+    assert_same_model(tmp_path / "other", {"layers.0.q_proj.weight": torch.full((30, 20), 2.0)})
 
 
 # ---- others, and too little room ---------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import lazymerge
 from lazymerge import cli
 from tests.checks import assert_same_model, tied_away, tree
-from tests.makers.layout import Made
+from tests.makers.layout import Made, copy_of
 
 SAMPLES = Path(__file__).parent / "data/megatron"
 
@@ -104,6 +104,40 @@ def test_megatron(tmp_path: Path):
     )
     assert done.exit_code == 0, done.stderr
     assert_same_model(tmp_path / "out", load_file(sample / "hf/model.safetensors"))
+
+
+def test_into_the_folder_of_config_and_tokenizer_as_verl_documents_it(checkpoint, tmp_path: Path):
+    """`--target_dir CKPT/actor/huggingface`: weights beside what is there, which stays as it is."""
+    made = copy_of(checkpoint("fsdp2-qwen2"), tmp_path / "run")
+    target = f"{made.leaf}/huggingface"
+    merge = ["merge", "--backend", "fsdp", "--local_dir", made.leaf, "--target_dir", target]
+    before = tree(made.root)
+    assert_merged(run(*merge), Path(target), made)
+    assert_merged(run(*merge, "--max-shard-size", "20kB"), Path(target), made)
+    after = tree(made.root)
+    assert after.items() >= before.items()
+    assert all(Path(name).match("huggingface/model*.safetensors*") for name in after.keys() - before.keys())
+    done = run("test", "--backend", "fsdp", "--local_dir", made.leaf, "--test_hf_dir", target)
+    assert (done.exit_code, "equal: " in done.stdout) == (0, True), done.output
+    for level in (made.root, made.leaf):  # the rank files are meant as before, at any level
+        assert lazymerge.open(level).format == "fsdp"
+
+
+def test_into_it_for_megatron(tmp_path: Path):
+    sample = SAMPLES / "verl_te_qwen3moe_ep2_vpp"
+    shutil.copytree(sample / "ckpt", tmp_path / "run")
+    actor = tmp_path / "run/global_step_100/actor"
+    (actor / "huggingface").mkdir(exist_ok=True)
+    shutil.copy(sample / "hf/config.json", actor / "huggingface")
+    before = tree(actor)
+    flags = ["--backend", "megatron", "--local_dir", actor]
+    for _ in range(2):
+        done = run("merge", *flags, "--target_dir", actor / "huggingface")
+        assert done.exit_code == 0, done.stderr
+        assert_same_model(actor / "huggingface", load_file(sample / "hf/model.safetensors"))
+        assert tree(actor).items() >= before.items()
+    done = run("test", *flags, "--test_hf_dir", actor / "huggingface")
+    assert (done.exit_code, "equal: " in done.stdout) == (0, True), done.output
 
 
 @pytest.mark.parametrize(

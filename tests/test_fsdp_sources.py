@@ -54,6 +54,27 @@ def test_actor_and_critic_of_a_step(checkpoint, tmp_path, level):
     assert_same_model(tmp_path / "critic", critic.truth)
 
 
+def test_an_actor_is_not_taken_for_a_critic(checkpoint, tmp_path):
+    made = checkpoint("fsdp2-llama")
+    with refused(NotACheckpoint, "is the actor", "--component", dst=tmp_path / "out"):
+        lazymerge.merge(made.leaf, tmp_path / "out", component="critic")
+
+
+def test_another_backend_than_the_files_are_of(checkpoint, tmp_path):
+    made = checkpoint("fsdp2-llama")
+    with refused(NotACheckpoint, "no checkpoint of megatron, but one of fsdp", dst=tmp_path / "out"):
+        lazymerge.merge(made.root, tmp_path / "out", backend="megatron")
+
+
+def test_an_adapter_is_no_model(tmp_path):
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    (adapter / "adapter_model.safetensors").write_bytes(b"")
+    with refused(NotACheckpoint, "is a PEFT adapter", f"--adapter {adapter}", dst=tmp_path / "out"):
+        lazymerge.merge(adapter, tmp_path / "out")
+
+
 def test_a_critic_is_not_taken_for_an_actor(checkpoint, tmp_path):
     made = checkpoint("fsdp2-value")
     with refused(NotACheckpoint, "critic", "no actor", "--component critic", dst=tmp_path / "out"):

@@ -18,13 +18,16 @@ from typing import Any
 import huggingface_hub
 import numpy as np
 import pytest
+import torch
 import xxhash
 from huggingface_hub import constants
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
-from lazymerge.errors import LazymergeError, OutputError, PlanError, VerificationError
+import lazymerge
+from lazymerge.errors import LazymergeError, OutputError, PlanError, SourceError, VerificationError
 from lazymerge.hub import Target, check_access, upload
 from lazymerge.report import Progress
+from tests.checks import refused
 from tests.makers.fake_hub import FakeHub, Repo
 
 MANIFEST = "lazymerge-manifest.json"
@@ -505,6 +508,44 @@ def test_weights_of_another_model_are_in_the_repository(hub: FakeHub, folder: Pa
     with pytest.raises(OutputError, match=f"may be loaded: {stray}$|may be loaded: {stray}\n"):
         upload(folder, NAMES, TARGET)
     assert changing(hub) == []
+
+
+@pytest.mark.parametrize("target", [TARGET, Target("lab/model", revision="to-be-made")])
+def test_weights_of_another_model_are_found_before_the_merge(hub: FakeHub, target: Target) -> None:
+    """Those that the new ones replace are none."""
+    hub.repos["lab/model"] = repo = Repo(private=False)
+    repo.refs["main"][-1] |= {"model.safetensors": (b"old", True)}
+    check_access(target, ["config.json", "model.safetensors"])
+    with pytest.raises(OutputError, match=r"may be loaded: model\.safetensors"):
+        check_access(target, NAMES)
+    assert changing(hub) == []
+
+
+def test_a_merge_into_a_repository_of_other_weights(hub: FakeHub, source: Any, tmp_path: Path) -> None:
+    src, out = source(tmp_path / "src", {"w": torch.ones(3)}, {}), tmp_path / "out"
+    hub.repos["lab/model"] = repo = Repo(private=False)
+    repo.refs["main"][-1] |= {"model-00001-of-00002.safetensors": (b"old", True)}
+    with refused(OutputError, "may be loaded: model-00001", dst=out):
+        lazymerge.merge(src, out, push_to_hub="lab/model")
+
+
+def test_a_merge_that_is_done_and_its_upload_is_not(hub: FakeHub, source: Any, tmp_path: Path) -> None:
+    """What goes on from there is told, and does."""
+    src, out = source(tmp_path / "src", {"w": torch.ones(3)}, {}), tmp_path / "out"
+    hub.refuse["POST /api/models/lab/model/commit"] = 403
+    with pytest.raises(OutputError) as caught:
+        lazymerge.merge(src, out, push_to_hub="lab/model")
+    assert f"the merge is done: `lazymerge upload {out} lab/model` goes on" in caught.value.hint
+    assert load_file(out / "model.safetensors")["w"].tolist() == [1, 1, 1]
+    hub.refuse.clear()
+    lazymerge.upload(out, "lab/model")
+    assert set(hub.files("lab/model")) == {"config.json", "model.safetensors"}
+
+
+def test_a_folder_that_does_not_exist(hub: FakeHub, tmp_path: Path) -> None:
+    with refused(SourceError, "nowhere: no such folder", dst=tmp_path):
+        lazymerge.upload(tmp_path / "nowhere", "lab/model")
+    assert hub.requests == []
 
 
 def test_a_file_that_the_hub_ignores(hub: FakeHub, folder: Path) -> None:

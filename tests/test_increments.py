@@ -75,6 +75,16 @@ def test_in_three_parts(src: Path, out: Path):
     assert_same_model(out, TRUTH)
 
 
+@pytest.mark.parametrize("first", [{"include": "layers.0.*"}, {"exclude": ["layers.2.*", "layers.3.*"]}])
+def test_parts_that_are_told_by_what_is_left_out(src: Path, out: Path, first: dict[str, object]):
+    lazymerge.merge(src, out, **first)
+    lazymerge.merge(src, out, exclude="layers.1.*")
+    report = lazymerge.merge(src, out)
+    assert report.tensors == (2 if "include" in first else 0)
+    assert_same_model(out, TRUTH)
+    assert not (out / ".lazymerge").exists()
+
+
 def test_a_part_again_is_nothing_to_do(src: Path, out: Path):
     part(src, out)
     before = (out / "model.safetensors").stat()

@@ -138,6 +138,16 @@ def test_increments_with_the_adapter_first(made: MadeLora, out: Path):
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
+def test_increments_with_the_base_first(made: MadeLora, out: Path):
+    lazymerge.merge(made.root, out, exclude="lora_*")
+    assert_same_model(out, made.base)
+    assert not (out / "lora_adapter").exists()
+    lazymerge.merge(made.root, out, verify=True)
+    name = "adapter_model.safetensors"
+    assert (out / "lora_adapter" / name).read_bytes() == (made.reference() / name).read_bytes()
+    assert json.loads((out / "lora_adapter/adapter_config.json").read_text())["lora_alpha"] == 32
+
+
 def test_verifying_compares_base_and_adapter(made: MadeLora, tmp_path: Path, out: Path):
     """Without an alpha too, which only the adapter's config needs; what is not compared is said."""
     root = tmp_path / "run"
@@ -254,3 +264,18 @@ def test_a_budget_for_verifying_is_refused_before_the_merge(made: MadeLora, out:
     with refused(BudgetError, "comparing", dst=out):
         lazymerge.merge(made.root, out, verify=True)
     lazymerge.merge(made.root, out)
+
+
+@pytest.mark.parametrize("pattern", ["*lora_*", "lora_adapter/*"])
+def test_alpha_of_an_adapter_that_is_left_out_is_not_asked_for(
+    made: MadeLora, tmp_path: Path, out: Path, pattern: str
+):
+    root = tmp_path / "copy"
+    shutil.copytree(made.root, root)
+    for meta in root.rglob("lora_train_meta.json"):
+        meta.unlink()
+    lazymerge.merge(root, out, exclude=[pattern])
+    assert_same_model(out, made.base)
+    assert not (out / "lora_adapter").exists()
+    with refused(PlanError, "no recorded alpha", dst=out / "b"):
+        lazymerge.merge(root, out / "b", exclude=["*lora_B*"])

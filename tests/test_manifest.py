@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import struct
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -17,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from lazymerge.errors import NotACheckpoint, OutputError, SourceError
 from lazymerge.files.local import LocalFile
-from lazymerge.manifest import MANIFEST, check_manifest, make_manifest, write_manifest
+from lazymerge.manifest import MANIFEST, _loadable, check_manifest, make_manifest, write_manifest
 from lazymerge.structure import check_structure
 from tests.checks import raw
 from tests.makers.models import build_model
@@ -157,6 +160,37 @@ def test_a_stray_file_is_found(model, name):
     (model / name).parent.mkdir(parents=True, exist_ok=True)
     (model / name).write_bytes(b"x")
     assert problems(model) == [f"{name}: is not in the manifest"]
+
+
+def test_every_vocabulary_of_transformers_is_no_stray_text():
+    """The files that slow tokenizers load, by what their modules name."""
+    found = set()
+    for path in Path(transformers.__file__).parent.glob("models/*/tokenization_*.py"):
+        text = path.read_text()
+        for names in re.findall(r"^VOCAB_FILES_NAMES\b[^{}]*\{(.*?)\}", text, re.DOTALL | re.MULTILINE):
+            found |= set(re.findall(r":\s*\"([\w.-]+)\"", names))
+    assert {"vocab.json", "bpe.codes", "dict.txt", "spiece.model"} <= found
+    mistral = {f"tokenizer.model.v{version}" for version in (1, 3, "11m1")}
+    for name in {*found, *mistral, "vocab.bpe"}:
+        assert name in loadable(name), name
+
+
+def loadable(name):
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / name).write_bytes(b"x")
+        return list(_loadable(Path(folder)))
+
+
+def test_a_file_that_a_tool_may_clear_away_is_found(model):
+    """A link into .cache, whose bytes are those that were written; links to elsewhere are the hub's way."""
+    first, second = shards(model)[:2]
+    (model / ".cache").mkdir()
+    (model.parent / "blobs").mkdir()
+    for path, folder in ((first, model / ".cache"), (second, model.parent / "blobs")):
+        path.rename(folder / path.name)
+        path.symlink_to(folder / path.name)
+    (problem,) = problems(model)
+    assert problem.startswith(f"{first.name}: is a link into a folder of tools")
 
 
 def test_a_folder_that_is_a_link_is_found(model, made):

@@ -532,6 +532,17 @@ def test_tied_can_be_forced(flag, output):
     assert list(made.checkpoint.left_out) == ([OUTPUT] if output else [])
 
 
+@pytest.mark.parametrize("rows", [20, 128])
+def test_an_output_layer_that_is_left_out_and_no_copy_is_told(rows):
+    source = llama(rows=rows)
+    made = converted(source, LLAMA, settings=untied(True), tied=True).checkpoint
+    assert any(note.lossy and "not the embedding's" in note.text for note in made.notes)
+    source[OUTPUT] = source[EMBEDDING].clone()
+    source[OUTPUT][20:] = 7  # of padding
+    made = converted(source, LLAMA, settings=untied(True), tied=True).checkpoint
+    assert not any("not the embedding's" in note.text for note in made.notes)
+
+
 def test_a_config_that_does_not_say_is_read_as_its_class_does():
     config = {key: value for key, value in LLAMA.items() if key != "tie_word_embeddings"}
     assert "by default" in refused(InconsistentCheckpoint, without_output(), config)

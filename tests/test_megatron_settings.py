@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import enum
+import os
 import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,10 @@ import torch
 from lazymerge.errors import DamagedFile, SourceError, UnsupportedCheckpoint
 from lazymerge.files.local import LocalFile
 from lazymerge.files.torch_file import read_torch_file
+from lazymerge.formats.megatron.arguments import read_arguments
+from lazymerge.formats.megatron.found import Found
 from lazymerge.formats.megatron.settings import is_gated, read_run_config, settings_of
+from lazymerge.formats.zarr import read_zarr
 
 
 class Backend(enum.Enum):
@@ -167,13 +173,19 @@ def test_gated_is_what_any_argument_says(settings: dict[str, object], gated: boo
         ("model: 3", UnsupportedCheckpoint),
         ("- 1", UnsupportedCheckpoint),
         ("", UnsupportedCheckpoint),
+        ("model: [" + "1," * 100_000 + "]", DamagedFile),
+        ("model: {" + "".join(f"{n * (2**61 - 1)}: 1, " for n in range(30_000)) + "}", DamagedFile),
+        ("model: " + "[" * 400 + "1," * 20_000, DamagedFile),
     ],
 )
 def test_what_is_no_run_config_is_refused_with_its_name(
     tmp_path: Path, text: str, kind: type[Exception]
 ) -> None:
-    with pytest.raises(kind, match=r"run_config\.yaml: "):
-        read_run_config(run_config(tmp_path, text))
+    path, before = run_config(tmp_path, text), time.process_time()
+    with pytest.raises(kind, match=r"run_config\.yaml: ") as caught:
+        read_run_config(path)
+    assert time.process_time() - before < 4
+    assert len(caught.value.problem) < 300 + len(str(path))
 
 
 def test_a_large_or_absent_run_config_is_refused(tmp_path: Path) -> None:
@@ -183,6 +195,38 @@ def test_a_large_or_absent_run_config_is_refused(tmp_path: Path) -> None:
         read_run_config(tmp_path / "large.yaml")
     with pytest.raises(SourceError):
         read_run_config(tmp_path / "absent.yaml")
+
+
+@pytest.mark.parametrize("number", ["1:1", "!!int 1:1", "!!float 1:1", "-1:30", "1:1.5"])
+def test_numbers_of_the_base_60_are_texts(tmp_path: Path, number: str) -> None:
+    """A number takes the square of its length: 400 KB took a quarter of a minute."""
+    settings = read_run_config(run_config(tmp_path, f"model: {{x: {number}, n: 12, f: 1.5}}"))
+    assert settings == {"x": number.rpartition(" ")[2], "n": 12, "f": 1.5}
+    long = run_config(tmp_path, f"model:\n  x: {number.replace('1:1', '1' + ':1' * 200_000)}\n")
+    before = time.process_time()
+    assert set(read_run_config(long)) == {"x"}
+    assert time.process_time() - before < 4
+
+
+def device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def dangling(path: Path) -> None:
+    path.symlink_to(path.parent / "nowhere")
+
+
+@pytest.mark.parametrize("name", ["run_config.yaml", "common.pt", "metadata.json"])
+@pytest.mark.parametrize("made", [dangling, Path.mkdir, os.mkfifo, device])
+def test_settings_that_are_no_file_are_not_as_good_as_none(
+    tmp_path: Path, made: Callable[[Path], None], name: str
+) -> None:
+    """Without them norms are taken as they are, one less than the model's."""
+    store, found = read_zarr(tmp_path), Found()
+    assert read_arguments(tmp_path, store, found) == {}
+    made(tmp_path / name)
+    with pytest.raises(SourceError, match=rf"{name}: is a "):
+        read_arguments(tmp_path, store, found)
 
 
 def test_a_number_beyond_all_counting_is_a_text_that_says_so(tmp_path: Path) -> None:

@@ -64,8 +64,10 @@ def test_what_the_disk_gives_back_is_what_counts(src: Path, out: Path, monkeypat
         path.write_bytes(raw)
 
     monkeypatch.setattr(Destination, "publish", damaged)
-    with pytest.raises(VerificationError, match=r"layers\.5\.weight"):
+    with pytest.raises(VerificationError, match=r"layers\.5\.weight") as caught:
         lazymerge.merge(src, out, verify=True)
+    _, _, expected = caught.value.problem.rpartition("expected ")
+    assert float(expected.split()[0].rstrip(",;)")) == pytest.approx(float(TRUTH["layers.5.weight"][-1, -2]))
     assert not (out / MANIFEST).exists()
 
 

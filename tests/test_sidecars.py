@@ -208,6 +208,22 @@ def test_malformed_json(src, out, name, content):
     assert not out.parent.exists()
 
 
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b'{"x": ' + b"1" * 5000 + b"}", "5000 digits"),
+        (b'{"x": "\xff"}', "not UTF-8"),
+        (b'{"x": ' + b"[" * 100_000, "nested too deep"),
+        (b'{"x": [' + b"0," * (1 << 22) + b"0]}", "values"),
+    ],
+    ids=["digits", "encoding", "depth", "size"],
+)
+def test_why_json_is_malformed(src, out, content, reason):
+    (src / "config.json").write_bytes(content)
+    with refused(DamagedFile, "config.json", reason, dst=out):
+        lazymerge.merge(src, out)
+
+
 def test_json_in_another_encoding(src, out):
     (src / "config.json").write_bytes(CONFIG.decode().encode("utf-16"))
     with refused(DamagedFile, str(src / "config.json"), "UTF-8", dst=out):
@@ -333,3 +349,9 @@ def test_a_folder_of_another_model_lends_no_code(remote, tmp_path, out):
     report = lazymerge.merge(remote, out, hf_config=given)
     assert "modeling_x.py" not in names(out)
     assert len(report.warnings) == 2
+
+
+def test_a_class_that_is_no_list_of_classes(source, tmp_path, out):
+    src = source(tmp_path / "x", {"w": torch.ones(2)}, {"architectures": "LlamaForCausalLM"})
+    notes = [note.text for note in lazymerge.merge(src, out).notes]
+    assert any("has a text as architectures, which is a list" in text for text in notes), notes

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner, Result
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 import lazymerge
+from lazymerge import cli
 from lazymerge.errors import DamagedFile, PlanError
 from tests.checks import assert_same_model, refused
 
 SAMPLES = Path(__file__).parent / "data/megatron"
 NAMES = ["verl_te_qwen3moe_ep2_vpp", "torch_oldnames_llama_tp2pp2"]
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(cli.cli, [str(arg) for arg in args], prog_name="lazymerge")
 
 
 @pytest.fixture(params=NAMES)
@@ -40,6 +47,26 @@ def test_the_first_stage_has_the_trainers_names_and_is_no_model(sample: Path, tm
         assert any(name.startswith("decoder.layers.") for name in file.keys())  # noqa: SIM118
     assert not (tmp_path / "merged/config.json").exists()
     assert (tmp_path / "merged/huggingface/config.json").exists()
+
+
+def test_the_report_says_how_to_go_on_from_the_first_stage(source, tmp_path: Path):
+    """No loader takes the folder for a model; the file can be read."""
+    src, merged = source(tmp_path / "src", {"w": torch.ones(3)}, {}), tmp_path / "with space"
+    done = run("merge", src, merged, "--stage", "merge")
+    assert "from_pretrained" not in done.stdout
+    command = shlex.split(done.stdout.splitlines()[-1])
+    assert command == ["lazymerge", "merge", str(merged), "MODEL", "--stage", "convert"]
+    run(*(tmp_path / "model" if word == "MODEL" else word for word in command[1:]))
+    assert_same_model(tmp_path / "model", {"w": torch.ones(3)})
+    report = json.loads(run("merge", src, tmp_path / "again", "--stage", "merge", "--json").stdout)
+    assert report["next_step"].endswith("MODEL --stage convert")
+    assert report["how_to_load"] == f"safetensors.torch.load_file('{tmp_path}/again/model.safetensors')"
+
+
+def test_what_the_first_stage_leaves_is_not_uploaded(source, tmp_path: Path):
+    src = source(tmp_path / "src", {"w": torch.ones(3)}, {})
+    with refused(PlanError, "--push-to-hub", "--stage convert", dst=tmp_path / "out"):
+        lazymerge.merge(src, tmp_path / "out", stage="merge", push_to_hub="lab/model")
 
 
 def test_an_fsdp_checkpoint(checkpoint, tmp_path: Path):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import lazymerge
+from lazymerge.conversions.adapters.fold import fold
 from lazymerge.conversions.adapters.trained import LoraOptions, Split, split
 from lazymerge.conversions.adapters.trained_names import told_apart
 from lazymerge.errors import (
@@ -164,12 +165,50 @@ def test_alpha_is_not_guessed_in_any_mode(tmp_path, state, mode):
         ({"rank_pattern": {"q_proj": "8"}}, DamagedFile, ["rank_pattern"]),
         ({"alpha_pattern": [3]}, DamagedFile, ["alpha_pattern"]),
         ({"layer_replication": [[0, 2]]}, UnsupportedCheckpoint, ["layer_replication"]),
+        (
+            {"target_modules": ["gate_proj", "down_proj"]},
+            InconsistentCheckpoint,
+            ["adapter_config.json", "layers.0.self_attn.q_proj", "does not target"],
+        ),
+        ({"target_modules": r".*down_proj"}, InconsistentCheckpoint, ["q_proj", "does not target"]),
+        ({"layers_to_transform": [0]}, InconsistentCheckpoint, ["layers.1.", "layers_to_transform is [0]"]),
+        ({"exclude_modules": ["q_proj"]}, InconsistentCheckpoint, ["q_proj", "exclude_modules"]),
     ],
 )
 def test_a_given_config_is_of_this_adapter(tmp_path, state, fields, kind, words):
     folder = write(tmp_path / "checkpoint", state)
     options = LoraOptions(config=given(tmp_path / "given", **fields))
     refused(kind, *words, call=lambda: opened(folder, options))
+
+
+@pytest.mark.parametrize("mode", ["extract", "only", "fold"])
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"alpha_pattern": {"k_proj": 9}}, "alpha_pattern has k_proj, and nothing of that name has LoRA"),
+        ({"rank_pattern": {"k_proj": 9}}, "rank_pattern has k_proj, and nothing of that name has LoRA"),
+        (
+            {"target_modules": ["q_proj", "down_proj", "o_proj"]},
+            "target_modules name model.layers.0.self_attn.o",
+        ),
+    ],
+)
+def test_what_a_given_config_has_of_other_modules_is_told(tmp_path, state, fields, words, mode):
+    folder = write(tmp_path / "checkpoint", state)
+    done = opened(folder, LoraOptions(mode, config=given(tmp_path / "given", **fields)))
+    notes = [note for note in done.base.notes if note.level == "warning"]
+    if mode == "fold" and "alpha_pattern" in fields:  # told when it is folded
+        result = fold(done.base, [(each, 1.0) for each in done.adapters], {})
+        notes = [note for note in result.checkpoint.notes if note.level == "warning"]
+    assert len([note for note in notes if words in note.text]) == 1
+
+
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_biases_that_were_trained_are_told(tmp_path, state, bias):
+    folder = write(tmp_path / "checkpoint", state)
+    options = LoraOptions(config=given(tmp_path / "given", bias=bias))
+    notes = [note.text for note in opened(folder, options).base.notes]
+    assert f"bias was '{bias}': the base is written with its biases as they were trained" in notes
 
 
 def test_fields_that_only_a_config_has(tmp_path, state):
@@ -255,7 +294,7 @@ def test_alpha_of_several_adapters(tmp_path):
     refused(PlanError, "default, style", "a folder", call=lambda: opened(folder, one))
     both = LoraOptions(config=str(root))
     refused(PlanError, "style/adapter_config.json is not there", call=lambda: opened(folder, both))
-    given(root / "style", r=2, lora_alpha=5)
+    given(root / "style", r=2, lora_alpha=5, target_modules=["k_proj"])
     configs = [adapter.config for adapter in opened(folder, both).adapters]
     assert [(config["r"], config["lora_alpha"]) for config in configs] == [(8, 32), (2, 5)]
     assert [config["target_modules"] for config in configs] == [["q_proj", "down_proj"], ["k_proj"]]

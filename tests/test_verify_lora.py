@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
 import lazymerge
@@ -124,6 +125,59 @@ def test_settings_of_two_folders(one, tmp_path, config, count):
     sides = saved(one, tmp_path / "a"), saved(one, tmp_path / "b", **config)
     assert kinds(*sides) == ({"setting": count} if count else {})
     assert kinds(*sides, base_only=True) == {}
+
+
+IDLE = {
+    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+    *("lora_dropout", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config"),
+    "megatron_core",
+}
+"""Fields that say where a base is, or how an adapter was begun and trained, and not what it does."""
+
+
+def test_every_field_that_may_change_what_an_adapter_does(one, tmp_path):
+    """Against PEFT's own config: one that lacks a field, and one that has another value there."""
+    written = {
+        key: _json(value) for key, value in LoraConfig(**ALPHA, target_modules=["q_proj"]).to_dict().items()
+    }
+    assert written.keys() > IDLE
+    sides = saved(one, tmp_path / "a"), saved(one, tmp_path / "b")
+    paths = [side / "lora_adapter" / "adapter_config.json" for side in sides]
+    for key, value in written.items():
+        if key not in {"r", "lora_alpha", "target_modules"}:
+            paths[0].write_text(json.dumps(written))
+            paths[1].write_text(json.dumps({name: each for name, each in written.items() if name != key}))
+            assert kinds(*sides) == {}, key
+        other = not value if isinstance(value, bool) else value + 1 if isinstance(value, int) else "pissa"
+        paths[1].write_text(json.dumps({**written, key: other}))
+        if key == "init_lora_weights":
+            assert kinds(*sides) == {}
+            paths[1].write_text(json.dumps({**written, key: "pissa_niter_4"}))
+        assert kinds(*sides) == ({} if key in IDLE else {"setting": 1}), key
+    paths[1].write_text(json.dumps({**written, "of_tomorrow": 1}))
+    assert kinds(*sides) == {"setting": 1}
+
+
+def _json(value: object) -> object:
+    return sorted(value) if isinstance(value, set) else getattr(value, "value", value)
+
+
+@pytest.mark.parametrize(
+    ("key", "one_value", "other_value", "count"),
+    [
+        ("layers_to_transform", 0, None, 1),
+        ("layers_to_transform", 0, [0], 0),
+        ("trainable_token_indices", [1, 2], [2, 1], 1),
+        ("init_lora_weights", "gaussian", False, 0),
+        ("init_lora_weights", ["x"], True, 1),
+        ("alpha_pattern", {}, None, 0),
+        ("exclude_modules", ["a", "b"], ["b", "a"], 0),
+        ("lora_alpha", 16, 16.0, 0),
+    ],
+)
+def test_values_of_settings(one, tmp_path, key, one_value, other_value, count):
+    sides = saved(one, tmp_path / "a", **{key: one_value}), saved(one, tmp_path / "b", **{key: other_value})
+    assert kinds(*sides) == ({"setting": count} if count else {})
 
 
 def test_the_order_of_modules_is_no_difference(one, tmp_path):

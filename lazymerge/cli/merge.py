@@ -11,7 +11,7 @@ import click
 from lazymerge.cli import verl
 from lazymerge.cli.failures import failures_told
 from lazymerge.cli.hub import hub_options
-from lazymerge.cli.options import FOLDER, examples, print_json, reading_options, talk_options
+from lazymerge.cli.options import FOLDER, NAME_OR_PATH, examples, print_json, reading_options, talk_options
 from lazymerge.display import logged, progress_shown, report_lines
 
 UNCHANGED = 4
@@ -83,6 +83,7 @@ UNCHANGED = 4
 @click.option(
     "--adapter",
     metavar="DIR[=WEIGHT]",
+    type=NAME_OR_PATH,
     multiple=True,
     help="Fold this PEFT adapter into the model, times a weight. Repeatable.",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,7 +12,22 @@ import click
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-FOLDER = click.Path(path_type=Path)
+
+class PathType(click.Path):
+    """A path. An empty one, which an unset variable of the shell leaves, would be the current folder."""
+
+    def convert(
+        self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
+    ) -> Any:
+        """The path; a usage error if it is empty."""
+        if not os.fspath(value):
+            self.fail("the path is empty (a variable that is not set?)", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+FOLDER = PathType(path_type=Path)
+NAME_OR_PATH = PathType(path_type=str)
+"""What may be a path, and is told apart later."""
 
 
 def examples(*commands: str) -> str:
@@ -68,6 +84,7 @@ def reading_options(command: Command) -> Command:
         click.option(
             "--param-mapping",
             metavar="OLD:NEW|FILE",
+            type=NAME_OR_PATH,
             multiple=True,
             help="Megatron: where a tensor goes that no table knows; {} in OLD is any one part of a name, an"
             " empty NEW leaves it out. FILE has one a line. Repeatable.",
@@ -75,6 +92,7 @@ def reading_options(command: Command) -> Command:
         click.option(
             "--family",
             metavar="NAME|FILE",
+            type=NAME_OR_PATH,
             help="Megatron: the table of names; FILE is Python with an object FAMILY."
             "  [default: by config.json]",
         ),

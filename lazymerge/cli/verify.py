@@ -17,6 +17,7 @@ from lazymerge.errors import VerificationError
 from lazymerge.files.size import format_size
 
 if TYPE_CHECKING:  # numpy and all that reads checkpoints, which `--help` has no time for
+    from lazymerge.checkpoint import Note
     from lazymerge.comparison import Comparison, Difference
     from lazymerge.verification import VerifyReport
 
@@ -91,6 +92,8 @@ def verify(
     (one,) = verl.sources(() if src is None else (src,), local_dir) or (None,)
     if one is None:
         raise click.MissingParameter(param_type="argument", param_hint="'A'")
+    if local_dir is not None and against is None:
+        raise click.MissingParameter(param_type="option", param_hint="'--test-hf-dir'")
     options["hf_config"] = verl.config_folder(hf_config, hf_model_path)
     if verl.is_idle_rank():
         return
@@ -118,7 +121,11 @@ def lines(report: VerifyReport) -> Iterator[str]:
     if report.forward is not None:
         found = report.forward
         largest = "cannot be compared" if found.largest is None else f"differ by {found.largest:.3g} at most"
-        yield f"Logits {largest}; {found.agreeing} of {found.positions} positions have the same largest one"
+        if any(found.missing):
+            yield "Logits are not compared: transformers would draw missing weights at random"
+        else:
+            positions = f"{found.agreeing} of {found.positions} positions"
+            yield f"Logits {largest}; {positions} have the same largest one"
         for side, missing in zip(("A", "B"), found.missing, strict=True):
             if missing:
                 yield f"  {side} lacks {len(missing)} weights, such as {printable(missing[0])}"
@@ -127,10 +134,19 @@ def lines(report: VerifyReport) -> Iterator[str]:
         count = len(report.left_out)
         more = f", and {count - 1:,} more" if count > 1 else ""
         yield f"note: not compared: {printable(first)} ({printable(why)}){more}"
+    label = click.style("warning: ", fg="yellow", bold=True)
+    for side, note in _notes(report):
+        yield f"{label}{side}{printable(note.text)}"
     if report.other is None and report.manifest is None:
-        label = click.style("warning: ", fg="yellow", bold=True)
         yield f"{label}there is no {MANIFEST} to check the files' bytes against; merge --verify writes one"
     yield _answer(report)
+
+
+def _notes(report: VerifyReport) -> Iterator[tuple[str, Note]]:
+    """The warnings, with what they are about in front."""
+    for side, notes in zip(("A: ", "B: "), report.notes, strict=True):
+        for note in notes:
+            yield "" if report.other is None else side, note
 
 
 def _comparison(comparison: Comparison) -> Iterator[str]:
@@ -200,8 +216,11 @@ def _answer(report: VerifyReport) -> str:
             else f"equal: {comparison.tensors:,} tensors, {comparison.identical:,} of them byte for byte"
         )
         if not differing and not report.same:
+            lossy = next((f"{side}{printable(note.text)}" for side, note in _notes(report) if note.lossy), "")
             other = "logits" if comparison.same else "settings"
-            said = f"the weights are equal, the {other} are not"
+            said = f"not equal: {lossy}" if lossy else f"the weights are equal, the {other} are not"
+            if not lossy and report.forward is not None and any(report.forward.missing):
+                said = "the weights are equal, and the model has more"
         return f"{said} ({format_size(comparison.nbytes)} compared {took})"
     problems = len(report.structure) + (len(manifest.problems) if manifest else 0)
     if problems:

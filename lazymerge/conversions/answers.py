@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import lazymerge
+from lazymerge.conversions.model_process import ANSWER
 
 _CODE = ("meta_model", "recording", "expressions", "architecture", "config_fields", "tied_names", "dtypes")
 """The modules that decide an answer."""
 
-_LARGEST = 64 << 20
-"""Bytes of an answer; DeepSeek-V3's has 3 MB."""
+_LARGEST = ANSWER + 65  # with the checksum
 
 
 def remembered(question: str) -> Any:

@@ -20,6 +20,7 @@ and what is, but is said:
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,9 @@ Shape = tuple[int, ...]
 MOST_LAYERS = 1_000
 """Of any count of layers, blocks or experts in a config; one beyond it is refused at once."""
 
+MOST_LABELS = 100_000
+"""Of a head that classifies, for each of which transformers makes a name; ImageNet-21k has 21,843."""
+
 _COUNT = re.compile(r"(^|_)(layers?|depth|(num|n)_(\w+_)?(blocks|experts))$")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _REGEXES = ("optional", "ignored", "swappable")
@@ -56,8 +60,9 @@ class Architecture:
     swappable  regular expressions of names whose last two dimensions the loader swaps where that fits
     parts      parts beside the text model -> their names; each part may be absent as a whole
     config     config.json as it was given; `code` where the classes of its auto_map are, if they were used
-    defaults   the whole config, plain JSON as transformers writes it: what config.json says and, for fields
-               that it omits, the defaults of its class; parts such as text_config and vision_config too
+    defaults   the whole config but for the labels' names, plain JSON as transformers writes it: what
+               config.json says and, for fields that it omits, the defaults of its class; parts such as
+               text_config and vision_config too
     """
 
     class_name: str
@@ -100,8 +105,8 @@ def expected(config: Mapping[str, Any], *, code: Path | None = None) -> Architec
 
     `code` is the folder with the files of config.json's auto_map, which are run: given only where the
     user trusts them. Raises `InconsistentCheckpoint` for a config that its class refuses, or whose
-    `model_type` is another model's, and `DamagedFile` for one that asks for more than `MOST_LAYERS`, or for
-    more time or memory than `model_process` gives.
+    `model_type` is another model's, and `DamagedFile` for one that asks for more than `MOST_LAYERS` or
+    `MOST_LABELS`, or for more time or memory than `model_process` gives.
     """
     found = described(config, code, {"architecture": lambda data: from_plain(data, config, code)})
     return None if found is None else found["architecture"]
@@ -160,6 +165,8 @@ def classes(config: Mapping[str, Any]) -> list[str]:
 
 def why_unknown(config: Mapping[str, Any]) -> str:
     """Why `expected` gives None for this config: a clause for a note."""
+    if isinstance(config.get("architectures"), str):
+        return "config.json has a text as architectures, which is a list of names: [...]"
     if not _names_a_class(config):
         return "config.json names no class (architectures)"
     return f"transformers has no class {config['architectures'][0]}"
@@ -317,15 +324,18 @@ def _names_a_class(config: Mapping[str, Any]) -> bool:
 
 
 def _refuse_counts(config: Mapping[str, Any]) -> None:
-    """Refuse counts of layers that no model has: building would only end with the time."""
+    """Refuse counts of layers and labels that no model has: building would only end with the time."""
     todo: list[tuple[str, Any]] = list(config.items())
     while todo:
         key, value = todo.pop()
         if isinstance(value, dict):
             todo += value.items()
-        elif type(value) in {int, float} and _COUNT.search(key) and value > MOST_LAYERS:
+            continue
+        most = MOST_LABELS if key == "num_labels" else MOST_LAYERS if _COUNT.search(key) else math.inf
+        if type(value) in {int, float} and value > most:
+            shown = f"{value:,}" if value < 1 << 64 else "above 2^64"
             raise DamagedFile(
-                f"config.json: {key} is {value:,}, expected at most {MOST_LAYERS:,}",
+                f"config.json: {key} is {shown}, expected at most {most:,}",
                 "mend config.json, or merge with --no-check",
             )
 

@@ -21,7 +21,6 @@ import copy
 import json
 import os
 import re
-import resource
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,11 +29,14 @@ from typing import Any
 from lazymerge.conversions.architecture import from_plain
 from lazymerge.conversions.config_fields import Build, explain
 from lazymerge.conversions.dtypes import KEPT, without_numbers
-from lazymerge.conversions.model_process import MEMORY, SECONDS
+from lazymerge.conversions.limits import bound
+from lazymerge.conversions.model_process import ANSWER, MEMORY, SECONDS
 from lazymerge.conversions.tied_names import tied_in
 
 _CHOICES_OF_KERNELS = ("attn_implementation", "experts_implementation")
 """Settings that ask for packages which are not needed here, and may not be installed."""
+
+_LABELS = ("id2label", "label2id")
 
 _LISTS = "_MAPPING_NAMES"
 """How the lists of model_type -> class are called in transformers."""
@@ -49,6 +51,9 @@ _LISTED = (
     "MODEL_FOR_SEQUENCE_CLASSIFICATION",
 )
 """The lists whose classes a trainer may have built where config.json does not say which."""
+
+_MOST_CLASSES = 8
+"""Of those, each of which a process is started for; a config that names more of them names none."""
 
 
 class Refused(Exception):
@@ -120,8 +125,15 @@ def describe(model: Any) -> dict[str, Any]:
         "ignored": sorted(ignored | set(model._keys_to_ignore_on_load_unexpected or ())),
         "swappable": _swappable(model),
         "parts": _parts(model, state),
-        "defaults": json.loads(model.config.to_json_string(use_diff=False)),
+        "defaults": _without_labels(json.loads(model.config.to_json_string(use_diff=False))),
     }
+
+
+def _without_labels(config: Any) -> Any:
+    """The config, of its parts too, without the names of labels, which transformers makes of their number."""
+    if isinstance(config, dict):
+        return {key: _without_labels(each) for key, each in config.items() if key not in _LABELS}
+    return config
 
 
 def _wide(model: Any, state: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -142,11 +154,16 @@ def _wide(model: Any, state: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def classes(config: Mapping[str, Any]) -> list[str]:
-    """Classes of transformers that `architectures` has, or else that are listed for `model_type`."""
+    """Classes of transformers that `architectures` has, or else that are listed for `model_type`.
+
+    None where these are more than `_MOST_CLASSES`.
+    """
     from transformers.models.auto import modeling_auto
 
     names = config.get("architectures")
-    given = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    given = dict.fromkeys(each for each in names if isinstance(each, str)) if isinstance(names, list) else {}
+    if len(given) > _MOST_CLASSES:
+        return []
     found = [name for name in given if name.isidentifier() and _known(name) is not None]
     if found:
         return found
@@ -308,10 +325,12 @@ def main() -> None:
     import torch  # noqa: F401
     import transformers  # noqa: F401
 
-    _bound()
+    bound(SECONDS, MEMORY)
     code = None if request["code"] is None else Path(request["code"])
     try:
         answer = json.dumps(_answer(request, code))
+        if len(answer) > ANSWER:
+            answer = json.dumps({"too large": True})
     except Refused as error:
         kind = "contradicts" if isinstance(error, Contradiction) else "refused"
         answer = json.dumps({kind: str(error)})
@@ -359,24 +378,6 @@ def _builder(code: Path | None) -> Build:
         return None if model is None else from_plain(describe(model), config)
 
     return built
-
-
-def _bound() -> None:
-    """Bound what the process may use from here on."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    seconds = int(used.ru_utime + used.ru_stime) + SECONDS
-    _lower(resource.RLIMIT_CPU, seconds)
-    if sys.platform == "linux":  # elsewhere this limit counts other things, or nothing
-        status = Path("/proc/self/status").read_text()
-        held = re.search(r"VmData:\s+(\d+) kB", status)
-        if held:
-            _lower(resource.RLIMIT_DATA, int(held[1]) * 1024 + MEMORY)
-
-
-def _lower(kind: int, limit: int) -> None:
-    soft, hard = resource.getrlimit(kind)
-    if soft == resource.RLIM_INFINITY or limit < soft:
-        resource.setrlimit(kind, (limit, hard))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,10 @@ SECONDS = 30
 MEMORY = 2 << 30
 """Bytes that building a model takes at most beyond the imports; DeepSeek-V3 takes 50 MB."""
 
+ANSWER = 24 << 20
+"""Bytes of an answer, which take ten times that when they are parsed. DeepSeek-V3's has 9 MB with its
+conversion, one of its kind with 384 experts 13 MB."""
+
 _WAIT = 600
 """Seconds until a process that neither works nor ends is given up."""
 
@@ -39,7 +43,7 @@ def ask(request: dict[str, Any]) -> dict[str, Any] | None:
 
     Raises `InconsistentCheckpoint` for a config that its class refuses (`Contradiction` for one that nobody
     could take), `DamagedFile` for one that asks for
-    more than `SECONDS` or `MEMORY`, and `PlanError` where the process cannot be run.
+    more than `SECONDS`, `MEMORY` or `ANSWER`, and `PlanError` where the process cannot be run.
     """
     question = as_json(request)
     with tempfile.TemporaryDirectory() as scratch:
@@ -66,9 +70,10 @@ def ask(request: dict[str, Any]) -> dict[str, Any] | None:
             raise _beyond_bounds(request["config"]) from error
         except OSError as error:
             raise PlanError(
-                f"{sys.executable}: {error.strerror}", "merge with --no-check, which starts no Python"
+                f"{sys.executable}: {error.strerror}",
+                "merge with --no-check --names runtime, which starts no Python",
             ) from error
-    if done.returncode == -signal.SIGXCPU:
+    if done.returncode == -signal.SIGXCPU or len(done.stdout) > ANSWER:
         raise _beyond_bounds(request["config"])
     try:
         answer = json.loads(done.stdout)
@@ -112,6 +117,6 @@ def _class(config: Mapping[str, Any]) -> str:
 def _beyond_bounds(config: Mapping[str, Any]) -> DamagedFile:
     return DamagedFile(
         f"config.json: building the {_class(config)} that it asks for takes more than"
-        f" {SECONDS} s or {MEMORY >> 30} GiB",
+        f" {SECONDS} s or {MEMORY >> 30} GiB, or has {ANSWER >> 20} MiB of names",
         "mend config.json, or merge with --no-check",
     )

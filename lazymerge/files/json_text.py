@@ -16,6 +16,15 @@ def strict(text: Text) -> object:
     return json.loads(bounded(text), object_pairs_hook=_without_doubles, parse_constant=_refuse)
 
 
+def why(error: Exception) -> str:
+    """What is wrong with a text that could not be decoded and parsed, in a few words."""
+    if isinstance(error, UnicodeDecodeError):
+        return "not UTF-8"
+    if isinstance(error, RecursionError):
+        return "nested too deep"
+    return str(error).partition(";")[0]  # what follows is how Python can be set
+
+
 def _without_doubles(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) != len(pairs):

@@ -9,6 +9,7 @@ NAME/weights/ with NAME/context/        NeMo 2
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,11 +17,12 @@ from pathlib import Path
 
 from lazymerge.checkpoint import Note
 from lazymerge.errors import AmbiguousCheckpoint, IncompleteCheckpoint, NotACheckpoint, SourceError
-from lazymerge.files.local import LocalFile
+from lazymerge.files.local import LocalFile, refuse_no_file
 
 POINTER = "latest_checkpointed_iteration.txt"
 _RELEASE = "release"
 _STEP = re.compile(r"(?:global_step|iter)_(\d+)")
+_LIKE_A_NUMBER = re.compile(r"[-+.\d]{0,20}", re.ASCII)
 _COMPONENTS = ("actor", "critic")
 _LEAVES = ("model/dist_ckpt", "dist_ckpt")
 _NEMO = ("weights", "context")
@@ -111,8 +113,9 @@ def pointed_step(run: Path) -> Path | None:
 
 def _pointer(run: Path) -> str | None:
     """What the pointer says; None if there is none."""
-    if not (run / POINTER).is_file():
+    if not os.path.lexists(run / POINTER):
         return None
+    refuse_no_file(run / POINTER)
     file = LocalFile(run / POINTER)
     return file.read(0, min(file.size, 100)).decode(errors="replace").strip()
 
@@ -130,9 +133,10 @@ def _step(run: Path, holds: Callable[[Path], bool]) -> tuple[Path | None, tuple[
 
     Where nothing says which one, that is an error only if one of them `holds` a checkpoint.
     """
-    steps, text, pointer = _steps(run), _pointer(run), run / POINTER
+    steps = _steps(run)
     if not steps:
         return None, ()
+    text, pointer = _pointer(run), run / POINTER
     newest = max(steps)
     if text is not None and _is_step(text) and _number(text) in steps:
         step = _number(text)
@@ -154,7 +158,8 @@ def _step(run: Path, holds: Callable[[Path], bool]) -> tuple[Path | None, tuple[
             f"give the step folder itself, for example {steps[newest]}",
         )
     if not _is_step(text):
-        raise SourceError(f"{pointer}: {text!r} is no step number", "give the step folder itself")
+        shown = f"{text!r} is" if _LIKE_A_NUMBER.fullmatch(text) else "what it holds is"  # of any other file
+        raise SourceError(f"{pointer}: {shown} no step number", "give the step folder itself")
     raise IncompleteCheckpoint(
         f"{pointer}: names step {text}, but {run} holds {_listed(steps)}", "give the step folder itself"
     )

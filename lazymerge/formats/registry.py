@@ -17,12 +17,15 @@ from lazymerge.checkpoint import Checkpoint
 from lazymerge.errors import AmbiguousCheckpoint, NotACheckpoint, PlanError, SourceError
 from lazymerge.formats.locate import POINTER, Located, locate, pointed_step, two_places
 
+ACTOR = "actor"
+"""The model of a run that is taken where nobody says which."""
+
 
 @dataclass(frozen=True, slots=True)
 class OpenOptions:
     """What a user can say about a checkpoint that it does not say itself."""
 
-    component: str = "actor"
+    component: str = ACTOR
     fsdp_version: int | None = None
     world_size: int | None = None
     hf_config: Path | None = None
@@ -71,6 +74,11 @@ def open_checkpoint(sources: Sequence[str | os.PathLike[str]], options: OpenOpti
     paths = [Path(source) for source in sources]
     for path in paths:
         _check_readable(path)
+        if path.name == ACTOR != options.component:
+            raise NotACheckpoint(
+                f"{path}: is the {path.name}, and --component says {options.component}",
+                "give the folder above it, or leave out --component",
+            )
     known_formats = _wanted(options.backend)
     located: dict[str, list[Located | None]] = {}
     other_component: list[NotACheckpoint] = []
@@ -91,7 +99,7 @@ def open_checkpoint(sources: Sequence[str | os.PathLike[str]], options: OpenOpti
     if other_component:
         raise other_component[0]
     strange = [path for path, *places in zip(paths, *located.values(), strict=True) if not any(places)]
-    raise _unknown(strange[0] if strange else paths[0], known_formats)
+    raise _unknown(strange[0] if strange else paths[0], known_formats, options)
 
 
 def _wanted(backend: str | None) -> list[Format]:
@@ -117,8 +125,19 @@ def _two_formats(source: Path, places: dict[str, Located | None]) -> AmbiguousCh
     return two_places(source, f"that of {name} in {at}", f"that of {other} in {there}", deepest)
 
 
-def _unknown(path: Path, known_formats: Sequence[Format]) -> NotACheckpoint:
-    """The error that no format knows a path."""
+def _unknown(path: Path, known_formats: Sequence[Format], options: OpenOptions) -> NotACheckpoint:
+    """The error that no format, or not the one that the user names, knows a path."""
+    for other in formats():
+        if other not in known_formats and locate(path, options.component, other.recognises) is not None:
+            return NotACheckpoint(
+                f"{path}: no checkpoint of {options.backend}, but one of {other.name}",
+                f"leave out --backend, or give --backend {other.name}",
+            )
+    if path.is_dir() and (path / "adapter_config.json").exists():
+        return NotACheckpoint(
+            f"{path}: is a PEFT adapter, not a model",
+            f"give its base model, and the adapter as --adapter {path}",
+        )
     problem = f"{path}: {_described(path)}"
     step = pointed_step(path) if path.is_dir() else None
     if step is not None:

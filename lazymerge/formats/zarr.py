@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from itertools import product
@@ -27,7 +28,7 @@ from lazymerge.errors import (
     UnsupportedCheckpoint,
 )
 from lazymerge.files.dtype import DTYPES, DType
-from lazymerge.files.local import Descriptors, LocalFile
+from lazymerge.files.local import Descriptors, LocalFile, refuse_no_file
 from lazymerge.files.region import Region, contiguous_strides
 from lazymerge.formats.stacks import Budget, Index, unstack
 from lazymerge.gather import Gather
@@ -54,7 +55,7 @@ _COPY_AGAIN = "the file is truncated or overwritten; copy it again"
 
 def holds_zarr(path: Path) -> bool:
     """Whether a folder holds arrays, each in a folder of its own; looks at names only."""
-    return path.is_dir() and any((entry / ARRAY).is_file() for entry in path.iterdir())
+    return path.is_dir() and any(os.path.lexists(entry / ARRAY) for entry in path.iterdir())
 
 
 def read_zarr(folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> ZarrFolder:
@@ -80,7 +81,7 @@ class ZarrFolder:
                 raise DamagedFile(
                     f"{folder}: a folder without a proper name, {path.name[:100]!r}", _COPY_AGAIN
                 )
-            if not (path / ARRAY).is_file():
+            if not os.path.lexists(path / ARRAY):
                 objects.append(path.name)
             elif wanted(path.name):
                 self.tensors[path.name] = ZarrTensor(path, self._pool)
@@ -181,6 +182,7 @@ def _chunk_file(path: Path, name: str, nbytes: int, pool: Descriptors) -> LocalF
 
 
 def _header(path: Path) -> dict[str, Any]:
+    refuse_no_file(path)
     file = LocalFile(path)
     try:
         header = json.loads(file.read(0, min(file.size, _MAX_HEADER)))

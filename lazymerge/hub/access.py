@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from lazymerge.errors import OutputError, PlanError
 from lazymerge.hub.connection import Hub, Target, connect
+from lazymerge.output import WEIGHTS
+
+if TYPE_CHECKING:
+    from huggingface_hub import ModelInfo
+
+_ADAPTER = re.compile(r"(.*/)?adapter_(config\.json|model[\w.-]*\.(safetensors|bin)(\.index\.json)?)")
 
 
-def check_access(target: Target, *, waits: Sequence[float] = (1.0, 2.0), timeout: float = 30.0) -> Target:
+def check_access(
+    target: Target,
+    names: Collection[str] | None = None,
+    *,
+    waits: Sequence[float] = (1.0, 2.0),
+    timeout: float = 30.0,
+) -> Target:
     """Ask the hub whether the upload can be done; nothing is made or changed there.
 
+    names    what the uploaded files are called, if that is known
     waits    seconds before the second, third, ... try of a request that failed in passing
     timeout  seconds without a byte after which a request has failed
 
@@ -24,6 +39,8 @@ def check_access(target: Target, *, waits: Sequence[float] = (1.0, 2.0), timeout
         if "/" not in target.repo_id:
             hub.target = replace(target, repo_id=f"{user.name}/{target.repo_id}")
         _check_rights(hub, user)
+        if names is not None:  # a branch that has to be made holds what main does
+            refuse_strays(hub, hub.info(hub.target.revision or "main") or hub.info(), names)
         return hub.target
 
 
@@ -36,6 +53,23 @@ def prepare(hub: Hub) -> None:
     if revision is not None and hub.info(revision) is None:
         _refuse_request(hub.target)
         hub.ask("creating the branch", hub.api.create_branch, hub.repo_id, branch=revision, exist_ok=True)
+
+
+def refuse_strays(hub: Hub, info: ModelInfo | None, names: Collection[str]) -> None:
+    """Raise `OutputError` if weights are there that a loader may take and no file of `names` replaces."""
+    loaded = (name for name in held_files(info) if WEIGHTS.fullmatch(name) or _ADAPTER.fullmatch(name))
+    strays = sorted(name for name in loaded if name not in names)
+    if strays:
+        raise OutputError(
+            f"{hub.repo_id}: holds weights of another model, which may be loaded: {', '.join(strays[:5])}",
+            "delete them there, or give another repository or --revision BRANCH",
+        )
+
+
+def held_files(info: ModelInfo | None) -> dict[str, Any]:
+    """Name -> what is told of each file that is there."""
+    siblings = info.siblings if info is not None else None
+    return {sibling.rfilename: sibling for sibling in siblings or ()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,12 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lazymerge.budget import resident
-from lazymerge.errors import LazymergeError, OutputError, PlanError, VerificationError
+from lazymerge.errors import LazymergeError, OutputError, PlanError, SourceError, VerificationError
 from lazymerge.files.local import LocalFile
-from lazymerge.hub.access import prepare
+from lazymerge.hub.access import held_files, prepare, refuse_strays
 from lazymerge.hub.connection import Hub, Target, connect, is_transient, status_of
 from lazymerge.manifest import check_manifest, has_manifest, read_manifest
-from lazymerge.output import MANIFEST, WEIGHTS
+from lazymerge.output import MANIFEST
 from lazymerge.report import Meter, OnProgress, Progress
 
 if TYPE_CHECKING:
@@ -34,7 +33,6 @@ _WORKERS = 4
 """Threads that read what is to be sent once before."""
 
 _AGAIN = "do not upload it: merge again with --verify"
-_ADAPTER = re.compile(r"(.*/)?adapter_(config\.json|model[\w.-]*\.(safetensors|bin)(\.index\.json)?)")
 
 log = logging.getLogger("lazymerge")
 
@@ -132,6 +130,9 @@ def _verified(folder: Path, names: Sequence[str], on_progress: OnProgress | None
 
 def verified_sizes(folder: Path) -> Mapping[str, Any]:
     """Name -> size of the files that were verified."""
+    if not folder.is_dir():
+        what = "is no folder" if folder.exists() else "no such folder"
+        raise SourceError(f"{folder}: {what}", "give the folder of a result")
     if not has_manifest(folder):
         raise VerificationError(
             f"{folder}: has no {MANIFEST}, so it was not verified",
@@ -153,14 +154,7 @@ def _look(hub: Hub, files: Sequence[_File]) -> tuple[str | None, ModelInfo | Non
     They may be in a pull request that an earlier run has opened.
     """
     info = hub.info(hub.target.revision or "main")
-    names = {file.name for file in files}
-    loaded = (name for name in _held(info) if WEIGHTS.fullmatch(name) or _ADAPTER.fullmatch(name))
-    strays = sorted(name for name in loaded if name not in names)
-    if strays:
-        raise OutputError(
-            f"{hub.repo_id}: holds weights of another model, which may be loaded: {', '.join(strays[:5])}",
-            "delete them there, or give another repository or --revision BRANCH",
-        )
+    refuse_strays(hub, info, {file.name for file in files})
     if not _missing(info, files):
         return _url(hub), info
     for request in _requests(hub) if hub.target.create_pr else ():
@@ -184,15 +178,9 @@ def _requests(hub: Hub) -> list[Any]:
     return [each for each in found if each.title == title and each.status in {"open", "draft"}]
 
 
-def _held(info: ModelInfo | None) -> dict[str, Any]:
-    """Name -> what is told of each file that is there."""
-    siblings = info.siblings if info is not None else None
-    return {sibling.rfilename: sibling for sibling in siblings or ()}
-
-
 def _missing(info: ModelInfo | None, files: Sequence[_File]) -> list[_File]:
     """The files that are not there, or not with this content."""
-    held = _held(info)
+    held = held_files(info)
     return [file for file in files if file.name not in held or not file.is_same(held[file.name])]
 
 
@@ -251,7 +239,7 @@ def _commit(hub: Hub, files: Sequence[_File]) -> str:
             if wait is None:
                 raise hub.explained("committing the files", error) from None
         else:
-            if not any(held.blob_id for held in _held(info).values()):  # a mirror need not tell
+            if not any(held.blob_id for held in held_files(info).values()):  # a mirror need not tell
                 return made.pr_url or _url(hub)
             wait = next(waits, None)  # the hub may be slow to show it
             if wait is None:

@@ -36,12 +36,16 @@ PLAIN = ("--no-check", "--names", "runtime", "--max-ram", "250MiB")
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended. `killed` is the signal that ended it, such as SIGXCPU (24)."""
+    """How a command ended. `killed` is the signal that ended it, such as SIGXCPU (24).
+
+    `seconds` and `peak` are with the processes that it started, `own_peak` without them.
+    """
 
     code: int | None
     killed: int
     seconds: float
     peak: int  # bytes
+    own_peak: int
     violations: tuple[str, ...]
     processes: tuple[
         tuple[list[str], dict[str, str]], ...

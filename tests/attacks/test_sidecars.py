@@ -1,15 +1,20 @@
-"""Sidecars that are links, pipes, devices or programs: only plain files of known names get into a result."""
+"""Sidecars that are links, pipes, devices or programs: only plain files of known names get into a result.
+
+And settings, which are read and not copied: they may be links, as weights may, and nothing of them is shown.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.attacks.forge import entry, safetensors
-from tests.attacks.harness import Attacker, assert_harmless
+from tests.attacks.forge import entry, pickled, safetensors, tensor, torch_file
+from tests.attacks.harness import PLAIN, Attacker, assert_harmless
 
 NAMES = ("config.json", "tokenizer.model", "chat_template.jinja", "generation_config.json", "x.tiktoken")
 
@@ -67,6 +72,16 @@ def test_a_cache_whose_links_lead_out(attacker: Attacker) -> None:
     attacker.refused("tokenizer.model", src=src)
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_a_cache_whose_file_is_gone(attacker: Attacker, named: bool) -> None:
+    """A file that was not copied with its link is not as good as none, in the folder that the user names too."""
+    src = model(attacker.src / "models--a--b" / "snapshots" / "0123")
+    (attacker.src / "models--a--b" / "blobs").mkdir()
+    os.symlink("../../blobs/abcd", src / "tokenizer.model")
+    options = (*PLAIN, "--hf-config", src) if named else PLAIN
+    attacker.refused("tokenizer.model", options=options, src=src)
+
+
 def test_a_cache_as_the_hub_has_it(attacker: Attacker) -> None:
     src = model(attacker.src / "models--a--b" / "snapshots" / "0123")
     blobs = attacker.src / "models--a--b" / "blobs"
@@ -119,3 +134,86 @@ def test_a_folder_in_the_destination_that_is_a_link(attacker: Attacker, name: st
     outcome = attacker.merge("--overwrite", "--no-check", "--names", "runtime")
     assert not outcome.violations, outcome.violations
     assert [path.name for path in attacker.outside.iterdir()] == ["secret"]
+
+
+def run(folder: Path) -> None:
+    model(folder / "global_step_1")
+
+
+def ranks(folder: Path) -> None:
+    name = "base_model.model.model.norm.base_layer.weight"
+    lora = {name: (2, 2), name.replace("base_layer", "lora_A.default"): (1, 2)}
+    lora[name.replace("base_layer", "lora_B.default")] = (2, 1)
+    state = {name: tensor(str(at), shape) for at, (name, shape) in enumerate(lora.items())}
+    torch_file(
+        folder / "model_world_size_1_rank_0.pt", pickled(state), {str(at): bytes(16) for at in range(3)}
+    )
+
+
+def zarr(folder: Path) -> None:
+    """Megatron's: what makes it one are the names of its tensors."""
+    header = {"zarr_format": 2, "shape": [4], "chunks": [4], "dtype": "<f4", "order": "C"}
+    for name in ("decoder.final_layernorm.weight", "embedding.word_embeddings.weight"):
+        (folder / name).mkdir()
+        (folder / name / ".zarray").write_text(
+            json.dumps({**header, "compressor": None, "filters": None, "fill_value": 0})
+        )
+        (folder / name / "0").write_bytes(bytes(16))
+
+
+SETTINGS: dict[str, Callable[[Path], None]] = {
+    "latest_checkpointed_iteration.txt": run,
+    "fsdp_config.json": ranks,
+    "lora_train_meta.json": ranks,
+    "run_config.yaml": zarr,
+    "common.pt": zarr,
+    "metadata.json": zarr,
+    "decoder.final_layernorm.weight/.zarray": zarr,
+}
+
+
+KINDS = [
+    "dangling",
+    "pipe",
+    "terabyte",
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("device", "folder")),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_that_are_no_file(attacker: Attacker, name: str, kind: str) -> None:
+    """They are refused: without them another model would be made, or none be chosen."""
+    SETTINGS[name](attacker.src)
+    place = attacker.src / name
+    place.unlink(missing_ok=True)
+    if kind in {"dangling", "device"}:
+        place.symlink_to("/dev/zero" if kind == "device" else attacker.folder / "nowhere")
+    elif kind == "pipe":
+        os.mkfifo(place)
+    elif kind == "folder":
+        place.mkdir()
+    else:
+        with place.open("wb") as file:
+            file.truncate(1 << 40)
+    attacker.refused(name)
+
+
+TEXT = "the password is hunter2"
+YAML = ["password: !hunter2 x", "password: *hunter2", "password: !!int hunter2", "- password: hunter2"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [*((name, TEXT) for name in SETTINGS), *(("run_config.yaml", text) for text in YAML)]
+)
+def test_settings_that_are_links_show_nothing(attacker: Attacker, name: str, text: str) -> None:
+    """A message may be sent on to somebody who may not read what the user may.
+
+    Of a file of weights it has the first 8 bytes, which say of what kind it is.
+    """
+    SETTINGS[name](attacker.src)
+    elsewhere = attacker.folder / "elsewhere"
+    elsewhere.write_text(text)
+    (attacker.src / name).unlink(missing_ok=True)
+    (attacker.src / name).symlink_to(elsewhere)
+    assert "hunter2" not in attacker.refused(name).stderr

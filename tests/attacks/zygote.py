@@ -122,7 +122,7 @@ class Watch:
             self.violations.append(f"import {name}")
 
     def _write(self, event: str, path: Any) -> None:
-        if isinstance(path, int):
+        if isinstance(path, int) or os.fsdecode(path) in HARMLESS:
             return
         name = os.fsdecode(path)
         if not os.path.isabs(name) and event in {"os.rmdir", "os.remove"} and self._inside_of_rmtree(name):
@@ -164,7 +164,8 @@ def child(request: dict[str, Any], folder: Path) -> int:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os.write(seen, json.dumps([watch.violations, watch.processes]).encode())
+        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        os.write(seen, json.dumps([watch.violations, watch.processes, own]).encode())
     return code
 
 
@@ -181,12 +182,13 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
                 os._exit(code)
         _, status, usage = os.wait4(pid, 0)
         seen = (folder / "seen").read_text()
-        violations, processes = json.loads(seen) if seen else ([], [])
+        violations, processes, own = json.loads(seen) if seen else ([], [], 0)
         return {
             "code": os.WEXITSTATUS(status) if os.WIFEXITED(status) else None,
             "killed": os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0,
             "seconds": usage.ru_utime + usage.ru_stime,
             "peak": usage.ru_maxrss << 10,
+            "own_peak": own,
             "violations": violations,
             "processes": processes,
             "stdout": (folder / "stdout").read_text(errors="replace"),

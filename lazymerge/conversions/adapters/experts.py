@@ -14,9 +14,10 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import permutations
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from lazymerge.boxes import Shape
+from lazymerge.conversions.adapters.cuts import Cuts
 from lazymerge.conversions.adapters.linear import Delta, check_rank, delta_of
 from lazymerge.conversions.adapters.names import BaseNames
 from lazymerge.conversions.adapters.parts import Module
@@ -24,6 +25,9 @@ from lazymerge.conversions.adapters.settings import Settings
 from lazymerge.errors import InconsistentCheckpoint, UnsupportedCheckpoint
 from lazymerge.gather import Gather, cat
 from lazymerge.lowrank import Term
+
+if TYPE_CHECKING:
+    from lazymerge.conversions.runtime_names import Conversion
 
 _TRANSPOSED_TYPES = {"aria", "aria_text", "gpt_oss", "openai_privacy_filter"}
 """Model types whose parameters PEFT takes to be [experts, in, out]."""
@@ -60,17 +64,27 @@ class _Parameter:
 
 
 class Experts:
-    """Finds what adapters of experts add to; `gathers` are the base's."""
+    """Finds what adapters of experts add to; `gathers` are the base's, `conversion` as `BaseNames` has it."""
 
-    def __init__(self, gathers: Mapping[str, Gather], names: BaseNames, model_type: object) -> None:
+    def __init__(
+        self,
+        gathers: Mapping[str, Gather],
+        names: BaseNames,
+        model_type: object,
+        conversion: Conversion | None = None,
+    ) -> None:
         self._gathers = gathers
         self._names = names
         self._transposed = model_type in _TRANSPOSED_TYPES
+        self._cuts = Cuts(conversion)
 
     def of_linear(self, module: Module, settings: Settings) -> tuple[Slot, Delta] | None:
-        """What the LoRA of one expert's layer adds to a tensor with all experts, if the base has that."""
+        """What the LoRA of one expert's layer adds to a tensor with all experts, if the base has that.
+
+        Raises `UnsupportedCheckpoint` where that lies [experts, in, out], or nothing shows that it does not.
+        """
         match = _EXPERT.fullmatch(module.name)
-        if match is None or self._transposed:
+        if match is None:
             return None
         container, expert, leaf = match[1], int(match[2]), match[3]
         for fused, spelt in _FUSED.items():
@@ -79,10 +93,35 @@ class Experts:
                 shape = () if name is None else self._gathers[name].shape
                 if name is None or len(shape) != 3 or expert >= shape[0] or shape[1] % len(leaves):
                     continue
+                self._refuse_turned(module, container, name, len(leaves), settings)
                 rows = shape[1] // len(leaves)
                 slot = Slot(name, expert, leaves.index(leaf) * rows, rows)
                 return slot, delta_of(module, settings, (rows, shape[2]), transposed=False)
         return None
+
+    def _refuse_turned(
+        self, module: Module, container: str, name: str, leaves: int, settings: Settings
+    ) -> None:
+        """Refuse to add a layer's product to a tensor [experts, in, out] of `leaves` layers.
+
+        Of a square one, the container's other tensor shows how it lies: its layers map what the module maps
+        to back.
+        """
+        a, b = module.product
+        ins, outs = a.shape[1], b.shape[0]
+        shape = self._gathers[name].shape
+        lies = {True} if self._transposed else _lies(shape, ins, outs, leaves)
+        for fused, spelt in _FUSED.items():
+            other = self._names.find(f"{container}.{fused}", relaid=True)
+            if other is not None and other != name and len(lies) > 1:
+                lies = _lies(self._gathers[other].shape, outs, ins, len(spelt[0])) or lies
+        if True in lies:
+            how = "may lie" if False in lies else "lies"
+            raise UnsupportedCheckpoint(
+                f"{settings.name}: {module.name} is a layer of one expert, and {name} of the base {how}"
+                " [experts, in, out]",
+                "merge it with PEFT, or train parameters (target_parameters)",
+            )
 
     def of_parameters(
         self, modules: list[Module], settings: Settings
@@ -105,11 +144,13 @@ class Experts:
         if len(fitting) != 1:
             shapes = [f"{each.name} {each.shape}" for each in parameters]
             a, b = modules[0].product
-            raise InconsistentCheckpoint(
-                f"{settings.name}: {container} has lora_A of shape {a.shape} and lora_B of shape {b.shape},"
-                f" which go with {'several' if fitting else 'none'} of its parameters: {', '.join(shapes)}",
-                "give the base that the adapter was trained on",
+            text = f"{settings.name}: {container} has lora_A of shape {a.shape} and lora_B of shape {b.shape}"
+            text += (
+                f", which go with {'several' if fitting else 'none'} of its parameters: {', '.join(shapes)}"
             )
+            if fitting:
+                raise UnsupportedCheckpoint(text, "merge it with the PEFT that it was trained with")
+            raise InconsistentCheckpoint(text, "give the base that the adapter was trained on")
         pairs = list(zip(modules, fitting[0], strict=True))
         seen = {
             module.product[0].shape[1] == parameter.shape[1]
@@ -122,11 +163,17 @@ class Experts:
 
     def _targeted(self, container: str, settings: Settings) -> list[str]:
         """The parameters of the module that target_parameters names."""
-        leaves = {target.rpartition(".")[2] for target in settings.target_parameters}
-        ends = tuple(f".{target}" for target in settings.target_parameters)
+        leaves = {target.rpartition(".")[2] for target in settings.targeted.parameters}
+        ends = tuple(f".{target}" for target in settings.targeted.parameters)
         return sorted(leaf for leaf in leaves if f".{container}.{leaf}".endswith(ends))
 
     def _find(self, container: str, leaf: str) -> Iterator[_Parameter]:
+        cut = self._cuts.of(f"{container}.{leaf}", self._gathers)
+        if cut is not None:
+            shape, rows = cut
+            slots = tuple((tuple(map(Slot, names)), size) for names, size in rows)
+            yield _Parameter(f"{container}.{leaf}", shape, slots)
+            return
         name = self._names.find(f"{container}.{leaf}", relaid=True)
         if name is not None:
             shape = self._gathers[name].shape
@@ -141,11 +188,11 @@ class Experts:
                 shapes = [self._gathers[slots[0].name].shape for slots in found]
                 sizes = {len(slots) for slots in found} | {shape[1:] for shape in shapes}
                 if len(sizes) == 2 and len(shapes[0]) == 2:
-                    rows = [shape[0] for shape in shapes]
+                    heights = [shape[0] for shape in shapes]
                     yield _Parameter(
                         f"{container}.{leaf}",
-                        (len(found[0]), sum(rows), shapes[0][1]),
-                        tuple(zip(found, rows, strict=True)),
+                        (len(found[0]), sum(heights), shapes[0][1]),
+                        tuple(zip(found, heights, strict=True)),
                     )
 
     def _each(self, container: str, leaf: str) -> tuple[Slot, ...]:
@@ -192,6 +239,12 @@ class Experts:
             f"{settings.name}: {parameter.name} is square, and versions of PEFT differ in which side is in",
             "merge it with the PEFT that it was trained with",
         )
+
+
+def _lies(shape: Shape, ins: int, outs: int, leaves: int) -> set[bool]:
+    """Whether so many layers in one tensor of that shape may lie [experts, in, out], by their sizes."""
+    ways = {False: (leaves * outs, ins), True: (ins, leaves * outs)}
+    return {turned for turned, way in ways.items() if shape[1:] == way}
 
 
 def _fits(module: Module, parameter: _Parameter) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,32 +21,35 @@ from lazymerge.conversions.adapters.experts import Experts, Slot, assembled
 from lazymerge.conversions.adapters.linear import Delta, bias_delta, delta_of, shown
 from lazymerge.conversions.adapters.names import BaseNames
 from lazymerge.conversions.adapters.orientation import Orientation
-from lazymerge.conversions.adapters.parts import Module, Parts, Whole, take_apart
-from lazymerge.conversions.adapters.promises import check_promises, missing_layers, other_class
+from lazymerge.conversions.adapters.parts import Module, Parts, take_apart
+from lazymerge.conversions.adapters.promises import (
+    check_promises,
+    idle_patterns,
+    missing_layers,
+    other_class,
+)
+from lazymerge.conversions.adapters.replaced import GIVE_ITS_BASE, Replaced, mixed, quantised
 from lazymerge.conversions.adapters.settings import Settings, understand
-from lazymerge.conversions.adapters.sums import Sum, added, alike, same, with_rows
+from lazymerge.conversions.adapters.sums import Sum, added, same
 from lazymerge.conversions.adapters.tied import Ties
 from lazymerge.conversions.adapters.unchanged import changes_nothing
 from lazymerge.conversions.adapters.vocabulary import (
     ends_with,
     head_changes,
     is_language_model,
-    may_grow,
     vocabulary_changes,
 )
 from lazymerge.conversions.adapters.whole import in_hub_form
 from lazymerge.conversions.dtypes import Wanted, cast
 from lazymerge.conversions.tying import HEADS
 from lazymerge.errors import InconsistentCheckpoint, PlanError, UnsupportedCheckpoint
-from lazymerge.files.dtype import DTYPES, DType
+from lazymerge.files.dtype import DType
 from lazymerge.gather import Gather
 from lazymerge.lowrank import FLOATS, Term
 
 if TYPE_CHECKING:
     from lazymerge.conversions.architecture import Architecture
     from lazymerge.conversions.runtime_names import Conversion
-
-_GIVE_ITS_BASE = "give the base that the adapter was trained on"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +109,9 @@ class _Work:
         self._ties = Ties(self._base, config, architecture)
         for name in self._ties.absent:  # found as any other, though another tensor has its values
             self._names.add(name)
-        self._experts = Experts(self._base, self._names, config.get("model_type"))
+        self._experts = Experts(self._base, self._names, config.get("model_type"), self._conversion)
+        self._replaced = Replaced(self._base, self._names, self._ties, self._wanted)
         self._sums: dict[str, dict[Slot, Sum]] = defaultdict(lambda: defaultdict(Sum))  # by tensor
-        self._whole: dict[str, tuple[Gather, str]] = {}  # and the adapter that it is of
-        self._rows: dict[str, tuple[Gather, tuple[int, ...]]] = {}
         self._keeps_tied = False
         self._changes: dict[str, Any] = {}
         self._notes: list[Note] = []
@@ -122,12 +124,13 @@ class _Work:
         settings, parts = understand(adapter), take_apart(adapter)
         unmatched: list[str] = []
         self._keeps_tied |= settings.keeps_tied
-        before = {*self._whole, *self._rows}
+        settings.refuse_nested(parts.whole)
+        before, summed = self._replaced.touched, frozenset(self._sums)
         for name, whole in in_hub_form(parts.whole, self._conversion).items():
-            if not self._put(name, whole, settings, weight):
+            if not self._replaced.put(name, whole, settings, weight, summed):
                 unmatched.append(whole.name)
         for name, rows in parts.tokens.items():
-            if not self._put_rows(name, rows, settings, weight):
+            if not self._replaced.put_rows(name, rows, settings, weight, summed):
                 unmatched.append(f"{name}.token_adapter.trainable_tokens_delta")
         own: dict[Slot, Delta] = {}
         for module, found in self._deltas(parts, settings):
@@ -137,35 +140,56 @@ class _Work:
                 if slot in own:
                     raise InconsistentCheckpoint(
                         f"{adapter.name}: {module.name} and another of its modules both mean {slot.name}",
-                        _GIVE_ITS_BASE,
+                        GIVE_ITS_BASE,
                     )
+                if slot.name in before:
+                    raise mixed(adapter.name, slot.name)
                 own[slot] = delta
                 self._add_delta(slot, delta, weight, settings)
         if unmatched:
             self._refuse(adapter, unmatched)
-        check_promises(settings, parts)
+        modules = [module.name for module in parts.modules]
+        check_promises(adapter.name, modules, settings.targeted)
         self._notes += [
             *other_class(settings, self._config),
-            *missing_layers(settings, parts, self._base),
+            *missing_layers(adapter.name, settings.targeted, modules, self._base),
+            *idle_patterns(settings, parts),
         ]
         shapes = {name: whole.gather.shape for name, whole in parts.whole.items()}
         self._changes.update(head_changes(shapes, settings, self._config, self._names.find))
         terms = [replace(delta.term, scale=weight * delta.term.scale) for delta in own.values()]
         scaled = any(delta.magnitude is not None for delta in own.values())
-        replaced = [name for name in [*self._whole, *self._rows] if name not in before]
-        self._adapters.append((adapter, changes_nothing(terms, scaled, self._replaced(replaced))))
+        replaced = sorted(self._replaced.touched - before)
+        pairs = self._replaced.pairs(replaced, self._sums)
+        self._notes += self._told(adapter, weight, {slot.name for slot in own}, replaced)
+        self._adapters.append((adapter, changes_nothing(terms, scaled, pairs)))
+
+    def _told(
+        self, adapter: Adapter, weight: float, summed: Collection[str], replaced: Collection[str]
+    ) -> Iterator[Note]:
+        """What becomes of the adapter, and whether it has been taken in before."""
+        text = f"{adapter.name}: folded into {len({*summed, *replaced})} tensors"
+        if weight != 1:
+            text += f" with the weight {weight:g}"
+        if replaced:
+            text += f", of {len(replaced)} of which it holds the values"
+        yield Note("info", text)
+        files = [file.path.resolve() for file in adapter.files]
+        if files and files in [[file.path.resolve() for file in each.files] for each, _ in self._adapters]:
+            yield Note("warning", f"{adapter.name}: given twice, and added twice")
 
     def folded(self) -> Folded:
         """The base with everything in it that was taken in."""
-        gathers = {name: self._result(name) for name in {**self._base, **self._whole}}
+        gathers = {name: self._result(name) for name in {**self._base, **self._replaced.whole}}
         left_out: dict[str, str] = {}
         if is_language_model(self._config) and not is_language_model({**self._config, **self._changes}):
             left_out = self._drop_heads(gathers)
-        touched = {*self._whole, *self._rows, *self._sums}
+        touched = {*self._replaced.touched, *self._sums}
         untied, changes, notes = self._ties.settle(gathers, touched, self._same, keeps=self._keeps_tied)
         self._changes |= changes
         self._notes += notes
-        self._changes.update(vocabulary_changes(self._base, gathers, self._config))
+        head = self._names.find("lm_head.weight")  # whatever the hub calls it
+        self._changes.update(vocabulary_changes(self._base, gathers, self._config, head))
         unchanged = all(idle for _, idle in self._adapters)
         idle = [adapter.name for adapter, idle in self._adapters if idle]
         if idle:
@@ -175,86 +199,8 @@ class _Work:
         checkpoint = self._checkpoint.with_gathers(gathers, *self._notes, left_out=left_out)
         still = {name: why for name, why in checkpoint.left_out.items() if name not in gathers}
         checkpoint = replace(checkpoint, files=(*checkpoint.files, *files), left_out=still)
-        new = {name: adapter for name, (_, adapter) in self._whole.items() if name not in self._base}
+        new = {name: adapter for name, (_, adapter) in self._replaced.whole.items() if name not in self._base}
         return Folded(checkpoint, self._changes, unchanged, new, untied)
-
-    def _replaced(self, names: Sequence[str]) -> list[tuple[Gather | None, Gather | None]]:
-        """(the base's, what takes its place) of tensors that are replaced, whole or by rows."""
-        pairs = [(name, self._whole_result(name)) for name in names]
-        return [
-            (cast(self._base[name], now.dtype, name) if name in self._base else None, now)
-            for name, now in pairs
-        ]
-
-    # ------------------------------------------------------------------- whole tensors, and rows
-
-    def _put(self, name: str, whole: Whole, settings: Settings, weight: float) -> bool:
-        """Put a whole tensor in the base's place; False if the base has none, and it is no new module."""
-        target = self._names.find(name)
-        if target is None:
-            if not settings.is_saved_whole(name.rpartition(".")[0]):
-                return False
-            self._refuse_shared(name, settings, weight)
-            self._whole[name] = whole.gather, settings.name
-            return True
-        base = self._base[target]
-        gather = whole.gather
-        if gather.shape != base.shape and (
-            gather.shape[1:] != base.shape[1:] or len(gather.shape) < 1 or not may_grow(target, settings)
-        ):
-            raise InconsistentCheckpoint(
-                f"{settings.name}: {whole.name} has shape {gather.shape}, the base's {target} {base.shape}",
-                _GIVE_ITS_BASE,
-            )
-        if gather.dtype is not base.dtype and not {gather.dtype.name, base.dtype.name} <= FLOATS.keys():
-            raise InconsistentCheckpoint(
-                f"{settings.name}: {whole.name} is of {gather.dtype}, the base's {target} of {base.dtype}",
-                "give the base that the adapter was trained on, not quantised",
-            )
-        kind = self._wanted.of(target, base.dtype)
-        if gather.shape == base.shape and alike(cast(gather, kind, target), cast(base, kind, target)):
-            return True  # a layer that was saved and not trained
-        self._refuse_shared(target, settings, weight)
-        self._whole[target] = gather, settings.name
-        return True
-
-    def _refuse_shared(self, target: str, settings: Settings, weight: float) -> None:
-        """Refuse what would be a mixture of tensors that were trained whole."""
-        if weight != 1:
-            raise PlanError(
-                f"{settings.name}: a weight of {weight:g} for {target}, which was saved whole and takes the"
-                " base's place",
-                "give it the weight 1",
-            )
-        if target in self._whole or target in self._rows:
-            raise PlanError(
-                f"{settings.name}: {target} was saved whole by another adapter too",
-                "fold one of the two only",
-            )
-
-    def _put_rows(self, module: str, rows: Gather, settings: Settings, weight: float) -> bool:
-        target = self._names.find(f"{module}.weight")
-        if target is None:
-            return False
-        base = self._base[target]
-        if base.dtype.name not in FLOATS:
-            raise _quantised(settings, target, base)
-        tokens = settings.tokens
-        if isinstance(tokens, Mapping):
-            tokens = next((each for key, each in tokens.items() if f".{module}".endswith(f".{key}")), None)
-        shape = base.shape
-        count = self._whole[target][0].shape[0] if target in self._whole else shape[0]
-        if tokens is None or rows.shape != (len(tokens), *shape[1:]) or any(each >= count for each in tokens):
-            raise InconsistentCheckpoint(
-                f"{settings.name}: rows of shape {rows.shape} for the {len(tokens or ())} tokens of"
-                f" trainable_token_indices in {target} {shape}",
-                _GIVE_ITS_BASE,
-            )
-        for name in self._ties.of(target):
-            if name not in self._whole:
-                self._refuse_shared(name, settings, weight)
-            self._rows[name] = rows, tokens
-        return True
 
     # --------------------------------------------------------------------------------- products
 
@@ -269,14 +215,14 @@ class _Work:
                 wrapped[module.name].append(module)
             else:
                 plain.append((module, target))
-        orientation.learn((module, self._shape(target)) for module, target in plain)
+        orientation.learn((module, self._replaced.shape(target)) for module, target in plain)
         for module, target in plain:
-            shape = self._shape(target)
-            transposed = (
-                orientation.transposed(module, shape) if len(shape) == 2 and not module.embedding else False
-            )
+            shape = self._replaced.shape(target)
             parameter = f"{module.name}.weight"
-            named = any(f".{parameter}".endswith(f".{each}") for each in settings.target_parameters)
+            named = any(f".{parameter}".endswith(f".{each}") for each in settings.targeted.parameters)
+            # PEFT adds to a parameter as it lies, whatever layer it is of
+            layer = len(shape) == 2 and not module.embedding and not named
+            transposed = layer and orientation.transposed(module, shape)
             delta = delta_of(
                 module, settings, shape, transposed=transposed, name=parameter if named else module.name
             )
@@ -296,18 +242,14 @@ class _Work:
         if target is None:
             raise InconsistentCheckpoint(
                 f"{settings.name}: lora_bias of {module.name}, which has no bias in the base to add it to",
-                _GIVE_ITS_BASE,
+                GIVE_ITS_BASE,
             )
         return [(Slot(target), bias_delta(module, settings, self._base[target].shape))]
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor that products are added to: perhaps one that takes the base's place."""
-        return self._whole[name][0].shape if name in self._whole else self._base[name].shape
 
     def _add_delta(self, slot: Slot, delta: Delta, weight: float, settings: Settings) -> None:
         base = self._base[slot.name]
         if base.dtype.name not in FLOATS:
-            raise _quantised(settings, slot.name, base)
+            raise quantised(settings, slot.name, base)
         found = self._sums[slot.name][slot]
         lengths = delta.magnitude is not None or found.magnitude is not None
         if lengths and (found.terms or weight != 1):
@@ -325,8 +267,9 @@ class _Work:
     def _result(self, name: str) -> Gather:
         slots = self._sums.get(name, {})
         if not slots:
-            return self._whole_result(name)
-        base = self._whole_result(name) if name in self._rows else self._value(name)
+            return self._replaced.result(name, summed=False)
+        rows = name in self._replaced.rows
+        base = self._replaced.result(name, summed=True) if rows else self._replaced.value(name)
         kind = self._wanted.of(name, self._base.get(name, base).dtype)
         if Slot(name) in slots:
             matrix = base.view((base.shape[0], base.numel // max(1, base.shape[0])))
@@ -338,29 +281,10 @@ class _Work:
             matrices[slot] = added(matrix, each, name, kind)
         return assembled(cast(base, kind, name), matrices)
 
-    def _value(self, name: str) -> Gather:
-        """The base's tensor, or what takes its place, in its own type."""
-        return self._whole[name][0] if name in self._whole else self._base[name]
-
-    def _whole_result(self, name: str) -> Gather:
-        """The tensor with nothing added, if anything took its place in the type that it has to have."""
-        value = self._value(name)
-        kind = self._wanted.of(name, self._base.get(name, value).dtype)
-        if name in self._rows:
-            if name in self._sums:  # which are rounded when they are added
-                kind = DTYPES["float64" if "float64" in {value.dtype.name, kind.name} else "float32"]
-            rows, tokens = self._rows[name]
-            return with_rows(cast(value, kind, name), cast(rows, kind, name), tokens)
-        return cast(value, kind, name) if name in self._whole else value
-
     def _same(self, one: str, other: str) -> bool:
         """Whether the same is done to both tensors."""
-        if (one in self._rows) != (other in self._rows) or (one in self._whole) != (other in self._whole):
-            return False
-        if one in self._whole and not alike(self._whole[one][0], self._whole[other][0]):
-            return False
         sums = [self._sums.get(name, {}).get(Slot(name), Sum()) for name in (one, other)]
-        return same(*sums)
+        return self._replaced.same(one, other) and same(*sums)
 
     def _drop_heads(self, gathers: dict[str, Gather]) -> dict[str, str]:
         """Leave out what is the head of a language model, which the result is no more; with the reason."""
@@ -386,12 +310,5 @@ class _Work:
         raise InconsistentCheckpoint(
             f"{adapter.name}: {len(unmatched)} of {len(adapter.gathers)} tensors match nothing in the base:"
             f" {shown(unmatched)}; nearest there: {', '.join(nearest)}",
-            _GIVE_ITS_BASE,
+            GIVE_ITS_BASE,
         )
-
-
-def _quantised(settings: Settings, name: str, base: Gather) -> UnsupportedCheckpoint:
-    return UnsupportedCheckpoint(
-        f"{settings.name}: {name} of the base is of {base.dtype}, to which nothing can be added",
-        "give the base that is not quantised",
-    )

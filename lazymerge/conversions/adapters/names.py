@@ -66,8 +66,12 @@ class BaseNames:
         return next(iter(found)) if len(found) == 1 else None
 
     def is_relaid(self, name: str) -> bool:
-        """Whether the base has the elements of this run-time tensor in another order, or cut up."""
-        return name in self._relaid
+        """Whether the base has the elements of this run-time tensor in another order, or cut up.
+
+        Of a module's weight, it is so too if the module has such a tensor of another name.
+        """
+        module = name.removesuffix("weight")
+        return name in self._relaid or any(each.rpartition(".")[0] + "." == module for each in self._relaid)
 
     def add(self, name: str) -> None:
         """One more tensor of the base."""

@@ -39,6 +39,13 @@ class Pattern:
         starts = {0, *(at + 1 for at, letter in enumerate(name) if letter == ".")}
         return len(name) in _ends(self._parts, name, starts)
 
+    def matches_whole(self, name: str) -> bool:
+        """Whether all of the name fits."""
+        return len(name) in _ends(self._parts, name, {0})
+
+    def __str__(self) -> str:
+        return self._text
+
     def _either(self, depth: int) -> _Either:
         if depth > _DEEPEST:
             raise ValueError("it is nested too deep")

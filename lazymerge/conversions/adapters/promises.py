@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -9,25 +10,38 @@ from lazymerge.checkpoint import Note
 from lazymerge.conversions.adapters.linear import shown
 from lazymerge.conversions.adapters.parts import Parts
 from lazymerge.conversions.adapters.settings import Settings
+from lazymerge.conversions.adapters.targeted import Targeted, idle
 from lazymerge.errors import InconsistentCheckpoint
-from lazymerge.gather import Gather
 
 
-def check_promises(settings: Settings, parts: Parts) -> None:
-    """Raise `InconsistentCheckpoint` for LoRA of a module that the config does not target.
+def check_promises(name: str, modules: Iterable[str], targeted: Targeted) -> None:
+    """Raise `InconsistentCheckpoint` for LoRA of a module that the config `name` does not target.
 
-    PEFT would leave such tensors, so that what it computes is not what they would add. A regular expression
-    for the modules is not followed, and PEFT adds what is tied to a target by itself.
+    PEFT would leave such tensors, so that what it computes is not what they would add.
     """
-    if settings.target_modules is None or settings.target_parameters or settings.keeps_tied:
-        return
-    strange = [each.name for each in parts.modules if not _is_target(each.name, settings.target_modules)]
+    strange = [module for module in modules if not targeted.has(module)]
     if strange:
         raise InconsistentCheckpoint(
-            f"{settings.name}: has LoRA of {shown(strange)}, which target_modules does not name:"
-            f" {shown(settings.target_modules)}",
-            "config and weights are not of one adapter; copy both again",
+            f"{name}: has LoRA of {shown(strange)}, which its config does not target:"
+            f" {', '.join(f'{key} is {json.dumps(value)[:100]}' for key, value in targeted.fields.items())}",
+            "config and weights are not of one adapter; give those of one training",
         )
+
+
+def idle_patterns(settings: Settings, parts: Parts) -> Iterator[Note]:
+    """A warning of ranks and alphas that the config has for no module of the adapter."""
+    modules = [module.name for module in parts.modules]
+    leaves = {each.rpartition(".")[2] for each in settings.targeted.parameters}
+    names = [*modules, *(f"{module}.{leaf}" for module in modules for leaf in leaves)]
+    for key, patterns in (("rank_pattern", settings.rank_pattern), ("alpha_pattern", settings.alpha_pattern)):
+        yield from told_idle(settings.name, key, idle((pattern for pattern, _ in patterns), names))
+
+
+def told_idle(name: str, key: str, patterns: list[str]) -> Iterator[Note]:
+    """A warning of patterns in a field of the config `name` that none of its modules fits."""
+    if patterns:
+        text = f"{name}: {key} has {shown(patterns)}, and nothing of that name has LoRA"
+        yield Note("warning", f"{text}: see whether the config is of this adapter")
 
 
 def other_class(settings: Settings, config: Mapping[str, Any]) -> Iterator[Note]:
@@ -39,33 +53,26 @@ def other_class(settings: Settings, config: Mapping[str, Any]) -> Iterator[Note]
         yield Note("warning", f"{text}: see whether it is of this base")
 
 
-def missing_layers(settings: Settings, parts: Parts, base: Mapping[str, Gather]) -> Iterator[Note]:
-    """A warning of modules of the base that the config targets, and that the adapter has nothing for.
+def missing_layers(
+    name: str, targeted: Targeted, with_lora: Iterable[str], weights: Iterable[str]
+) -> Iterator[Note]:
+    """A warning of modules that the config `name` targets, and that the adapter has nothing for.
 
-    Experts are left out, which are no modules of their own when the model runs.
+    `weights` are the names of the base's tensors. Experts are left out, which are no modules of their own
+    when the model runs.
     """
-    if settings.target_modules is None or settings.excludes:
+    if not isinstance(targeted.modules, tuple) or targeted.excluded != () or targeted.layers_patterns:
         return
-    known = {_end(module.name) for module in parts.modules}
-    modules = [name.removesuffix(".weight") for name in base if name.endswith(".weight")]
+    known = {_end(module) for module in with_lora}
+    modules = [each.removesuffix(".weight") for each in weights if each.endswith(".weight")]
     missing = [
         module
         for module in modules
-        if _is_target(module, settings.target_modules)
-        and ".experts." not in module
-        and _end(module) not in known
-        and (settings.layers is None or _layer(module) in settings.layers)
+        if _end(module) not in known and ".experts." not in module and targeted.names(module)
     ]
     if missing and len(missing) < len(modules):
-        text = (
-            f"{settings.name}: its target_modules name {shown(missing)} too, for which it has nothing: these"
-            " stay as they are"
-        )
-        yield Note("warning", text, missing[0])
-
-
-def _is_target(module: str, targets: Iterable[str]) -> bool:
-    return any(f".{module}".endswith(f".{target}") for target in targets)
+        text = f"{name}: its target_modules name {shown(missing)} too, for which it has nothing: these"
+        yield Note("warning", f"{text} stay as they are", missing[0])
 
 
 def _end(module: str) -> str:
@@ -73,8 +80,3 @@ def _end(module: str) -> str:
     words = module.split(".")
     first = next((at for at, word in enumerate(words) if word.isdecimal()), len(words) - 1)
     return ".".join(words[first:])
-
-
-def _layer(module: str) -> int | None:
-    """The first number in the name."""
-    return next((int(word) for word in module.split(".") if word.isdecimal()), None)

@@ -12,6 +12,7 @@ names that the adapted model has, without the adapter's own name:
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def read_adapter(folder: Path) -> Adapter:
     is missing, and what reading a damaged file raises.
     """
     config, weights = folder / CONFIG, [folder / name for name in (WEIGHTS, BIN)]
-    there = next((path for path in weights if path.exists()), None)
+    there = next((path for path in weights if os.path.lexists(path)), None)
     if there is None and not config.exists():
         raise NotACheckpoint(
             f"{folder}: holds neither {CONFIG} nor {WEIGHTS}", "give the folder that PEFT saved an adapter in"

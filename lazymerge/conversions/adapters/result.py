@@ -44,7 +44,8 @@ def fold_into(
     if model is not None and options.names == "runtime":
         from lazymerge.conversions.runtime_names import has_runtime_names
 
-        known = (model[0], None if has_runtime_names(hub.checkpoint, *model) else model[1])
+        if has_runtime_names(hub.checkpoint, *model):
+            known = (replace(model[0], tied=model[1].tied), None)
     folded = fold(hub.checkpoint, adapters, config, model=known, dtype=dtype)
     if model is not None and folded.config_changes:
         model = _model({**config, **folded.config_changes}, code)

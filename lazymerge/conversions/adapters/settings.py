@@ -12,15 +12,16 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from lazymerge.conversions.adapters.adapter import Adapter
 from lazymerge.conversions.adapters.patterns import Pattern
+from lazymerge.conversions.adapters.targeted import Names, Targeted
 from lazymerge.errors import DamagedFile, SourceError, UnsupportedCheckpoint
 
-_NO_ARITHMETIC = {
+NO_ARITHMETIC = {
     "base_model_name_or_path",
     "corda_config",  # of an initialisation, which init_lora_weights names
     "ensure_weight_tying",
@@ -38,6 +39,8 @@ _NO_ARITHMETIC = {
     "task_type",
     "velora_config",  # how gradients are computed
 }
+"""Fields that say nothing of the arithmetic, or nothing where others have their usual value."""
+
 _UNDERSTOOD = {
     "alpha_pattern",
     "auto_mapping",
@@ -68,7 +71,16 @@ _REFUSED = {
     "use_bdlora": "its matrices are block-diagonal",
     "use_qalora": "it is one of a quantised base",
 }
-_STARTS_UNCHANGED = {"eva", "gaussian", "mica", "orthogonal"}
+_SELECTING = (
+    "target_modules",
+    "target_parameters",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+)
+STARTS_UNCHANGED = {"eva", "gaussian", "mica", "orthogonal"}
+"""Values of init_lora_weights, besides true and false, that leave the base as it is."""
+
 _LARGEST_RANK = 1 << 20
 _LARGEST_NUMBER = 1 << 53
 _CONVERT = (
@@ -81,7 +93,6 @@ _CONVERT = (
 class Settings:
     """The fields that decide what an adapter adds; as in adapter_config.json.
 
-    `target_modules` are names, None where they are not listed; `layers` are those of layers_to_transform;
     `trained_as` is the class of the model, if it is known.
     """
 
@@ -95,10 +106,7 @@ class Settings:
     fan_in_fan_out: bool
     keeps_tied: bool
     modules_to_save: tuple[str, ...]
-    target_modules: tuple[str, ...] | None
-    target_parameters: tuple[str, ...]
-    layers: tuple[int, ...] | None
-    excludes: bool
+    targeted: Targeted
     tokens: tuple[int, ...] | Mapping[str, tuple[int, ...]] | None
     task: str | None
     trained_as: str | None
@@ -115,9 +123,27 @@ class Settings:
 
     def is_saved_whole(self, module: str) -> bool:
         """Whether modules_to_save names the module, or one that it is a part of: by how the name ends."""
+        return bool(self._saved_whole(module))
+
+    def refuse_nested(self, tensors: Iterable[str]) -> None:
+        """Raise `UnsupportedCheckpoint` for a tensor of a module that PEFT saved inside of another one.
+
+        What it saved of such a module is not what it had trained, and PEFT cannot load it.
+        """
+        for name in tensors:
+            modules = self._saved_whole(name.rpartition(".")[0])
+            if len(modules) > 1:
+                raise UnsupportedCheckpoint(
+                    f"{self.name}: modules_to_save names {modules[0]} and, inside of it, {modules[1]}, which"
+                    " PEFT does not save as they were trained",
+                    "save it with modules_to_save that ends no name inside of such a module",
+                )
+
+    def _saved_whole(self, module: str) -> list[str]:
+        """The modules on the way to this one that modules_to_save names."""
         words = module.split(".")
         paths = [".".join(words[: at + 1]) for at in range(len(words))]
-        return any(path.endswith(self.modules_to_save) for path in paths)
+        return [path for path in paths if path.endswith(self.modules_to_save)]
 
 
 def understand(adapter: Adapter) -> Settings:
@@ -153,26 +179,46 @@ def understand(adapter: Adapter) -> Settings:
         fan_in_fan_out=read.flag("fan_in_fan_out"),
         keeps_tied=read.flag("ensure_weight_tying"),
         modules_to_save=read.names("modules_to_save"),
-        target_modules=read.names("target_modules") if read.lists("target_modules") else None,
-        target_parameters=read.names("target_parameters"),
-        layers=read.layers("layers_to_transform"),
-        excludes=bool(config.get("exclude_modules") or config.get("layers_pattern")),
+        targeted=targeted_in(adapter.name, config),
         tokens=read.tokens("trainable_token_indices"),
         task=read.text("task_type"),
         trained_as=read.trained_as(),
     )
 
 
+def targeted_in(name: str, config: Mapping[str, Any]) -> Targeted:
+    """The modules that a config is for; `name` is what messages call it. Raises as `understand`."""
+    read = _Fields(name, config)
+    patterns = read.list_of_patterns("layers_pattern")
+    layers = read.layers("layers_to_transform")
+    parameters = read.names("target_parameters")
+    none_named = config.get("target_modules") is None and parameters
+    return Targeted(
+        modules=() if none_named else read.modules("target_modules"),
+        excluded=read.modules("exclude_modules") if config.get("exclude_modules") else (),
+        layers=None if patterns is None else layers,
+        layers_patterns=patterns or (),
+        parameters=parameters,
+        ties=read.flag("ensure_weight_tying"),
+        fields={key: config[key] for key in _SELECTING if config.get(key)},
+    )
+
+
+def patterns_in(name: str, config: Mapping[str, Any], key: str) -> list[Pattern]:
+    """The patterns of `rank_pattern` or `alpha_pattern`; otherwise as `targeted_in`."""
+    return [pattern for pattern, _ in _Fields(name, config).pattern(key)]
+
+
 def _refuse_others(name: str, config: Mapping[str, Any]) -> None:
     for key, value in config.items():
-        if key in _NO_ARITHMETIC | _UNDERSTOOD or value is None or value is False or value in ([], {}):
+        if key in NO_ARITHMETIC | _UNDERSTOOD or value is None or value is False or value in ([], {}):
             continue
         why = _REFUSED.get(key, "this version does not know the field")
         raise UnsupportedCheckpoint(
             f"{name}: {key[:100]} is {_shown(value)}: {why}", "merge it with PEFT, if PEFT can"
         )
     start = config.get("init_lora_weights", True)
-    if not (isinstance(start, bool) or (isinstance(start, str) and start in _STARTS_UNCHANGED)):
+    if not (isinstance(start, bool) or (isinstance(start, str) and start in STARTS_UNCHANGED)):
         raise UnsupportedCheckpoint(
             f"{name}: init_lora_weights is {_shown(start)}, which changed the base's weights before training",
             _CONVERT,
@@ -225,9 +271,24 @@ class _Fields:
             return tuple(value)
         raise self._damaged(key, value, "a list of names")
 
-    def lists(self, key: str) -> bool:
-        """Whether the field is a list, and not a regular expression or nothing."""
-        return isinstance(self._config.get(key), list)
+    def modules(self, key: str) -> Names:
+        """Names, or a regular expression; None for nothing, and for one that is not followed."""
+        value = self._config.get(key)
+        if not isinstance(value, str):
+            return None if value is None else self.names(key)
+        try:
+            return None if value.lower() == "all-linear" else Pattern(value)
+        except (ValueError, re.error):
+            return None
+
+    def list_of_patterns(self, key: str) -> tuple[Pattern, ...] | None:
+        """Regular expressions; None where one of them is not followed."""
+        value = self._config.get(key)
+        texts = (value,) * bool(value) if isinstance(value, str) else self.names(key)
+        try:
+            return tuple(map(Pattern, texts))
+        except (ValueError, re.error):
+            return None
 
     def layers(self, key: str) -> tuple[int, ...] | None:
         value = self._config.get(key)

@@ -40,12 +40,13 @@ class Ties:
         self._encodes = bool(config.get("is_encoder_decoder"))
         self._class = "its class"
         pairs: dict[str, str] = {}
-        head = tied_head(base, config) if is_language_model(config) else None
-        embedding = embedding_of(base)
-        if head is not None and embedding is not None:
-            pairs[head] = embedding
-        if architecture is not None:
-            pairs = {**architecture.tied, **pairs}
+        if architecture is None:
+            head = tied_head(base, config) if is_language_model(config) else None
+            embedding = embedding_of(base)
+            if head is not None and embedding is not None:
+                pairs[head] = embedding
+        else:
+            pairs = dict(architecture.tied)
             self._encodes |= bool(architecture.defaults.get("is_encoder_decoder"))
             self._class = architecture.class_name
         self._pairs = {one: other for one, other in pairs.items() if other in base}

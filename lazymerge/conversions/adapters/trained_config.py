@@ -15,13 +15,17 @@ import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lazymerge.checkpoint import Note
-from lazymerge.conversions.adapters.trained_names import Names
+from lazymerge.conversions.adapters.patterns import Pattern
+from lazymerge.conversions.adapters.promises import check_promises, missing_layers, told_idle
+from lazymerge.conversions.adapters.settings import patterns_in, targeted_in
+from lazymerge.conversions.adapters.targeted import idle
+from lazymerge.conversions.adapters.trained_names import WRAPPER, Names
 from lazymerge.conversions.adapters.trained_shapes import Target
-from lazymerge.conversions.adapters.trained_told import FOLD, ONLY, Told
+from lazymerge.conversions.adapters.trained_told import EXTRACT, FOLD, ONLY, Told
 from lazymerge.errors import InconsistentCheckpoint, PlanError, UnsupportedCheckpoint
 
 HEADS = {
@@ -109,6 +113,10 @@ def make_config(
         notes = []  # of how it would be written
     if not told.config:
         notes.append(_note_unrecorded(found, names, mode))
+    notes += _promised(found, names, told, mode)
+    if mode == EXTRACT and told.config.get("bias", "none") != "none":
+        text = f"bias was {told.config['bias']!r}: the base is written with its biases as they were trained"
+        notes.append(Note("info", text))
     return fields, notes
 
 
@@ -133,6 +141,25 @@ def _check_given(found: Found, names: Names, told: Told) -> None:
             " whether some are LoRA on fused experts",
             "give --lora-config with the adapter_config.json of the training",
         )
+
+
+def _promised(found: Found, names: Names, told: Told, mode: str) -> Iterator[Note]:
+    """What a given config says of other modules than those that have LoRA.
+
+    Raises `InconsistentCheckpoint` where it does not target one of these.
+    """
+    if not told.config:
+        return
+    where = told.rank_from
+    targeted = targeted_in(where, told.config)
+    if isinstance(targeted.modules, Pattern) and not any(WRAPPER in part.source for part in names.parts):
+        targeted = replace(targeted, modules=None)  # what it was matched with is a part of these names
+    modules = [each.name.rpartition(".")[0] if each.parameter else each.name for each in found.targets]
+    check_promises(where, modules, targeted)
+    for key in ("rank_pattern",) if mode == FOLD else ("rank_pattern", "alpha_pattern"):  # folding tells it
+        patterns = patterns_in(where, told.config, key)
+        yield from told_idle(where, key, idle(patterns, [target.name for target in found.targets]))
+    yield from missing_layers(where, targeted, modules, (clean for clean, _ in names.inside.values()))
 
 
 def _rank(found: Found, told: Told) -> int:

@@ -193,7 +193,7 @@ def _part(name: str, match: re.Match[str], seen: _Seen, root: str) -> Part:
     if not name.startswith(root):
         raise UnsupportedCheckpoint(
             f"{name}: LoRA outside of {root}, where the other layers with LoRA are",
-            "leave the tensors of one of the models out with --exclude",
+            "save the state dict of one of the models",
         )
     adapter, wrapped = match["adapter"], match["module"]
     if re.search(r"[/\\\x00-\x1f]", adapter) or len(adapter.encode(errors="replace")) > _LONGEST_NAME:
@@ -231,7 +231,7 @@ def _refuse_others(names: list[str], seen: _Seen) -> None:
 def _unsupported(name: str) -> UnsupportedCheckpoint:
     return UnsupportedCheckpoint(
         f"{name}: a part of another of PEFT's methods than LoRA, which alone is done",
-        "merge it with PEFT itself, or leave it out with --exclude",
+        "merge it with PEFT itself",
     )
 
 

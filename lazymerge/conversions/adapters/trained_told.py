@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 from lazymerge.conversions.adapters.adapter import CONFIG
 from lazymerge.errors import DamagedFile, InconsistentCheckpoint, PlanError, UnsupportedCheckpoint
-from lazymerge.files.json_text import bounded
-from lazymerge.files.local import LocalFile
+from lazymerge.files.json_text import bounded, why
+from lazymerge.files.local import LocalFile, refuse_no_file
 
 META = "lora_train_meta.json"
 TASKS = ("SEQ_CLS", "SEQ_2_SEQ_LM", "CAUSAL_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION")
@@ -129,7 +129,7 @@ def recorded_in(folders: Iterable[Path]) -> Path | None:
 
 def _meta(folders: Iterable[Path]) -> tuple[Path | None, Mapping[str, Any]]:
     """verl's file and what it says; several (of folders given together) have to be the same."""
-    found = {path: _checked_meta(path) for folder in folders if os.path.exists(path := folder / META)}
+    found = {path: _checked_meta(path) for folder in folders if os.path.lexists(path := folder / META)}
     if not found:
         return None, {}
     (first, content), *others = found.items()
@@ -142,6 +142,7 @@ def _meta(folders: Iterable[Path]) -> tuple[Path | None, Mapping[str, Any]]:
 
 
 def _checked_meta(path: Path) -> dict[str, Any]:
+    refuse_no_file(path)
     content = {key: value for key, value in _read_json(path).items() if value is not None}
     meta: dict[str, Any] = {key: content[key] for key in ("r", "lora_alpha", "task_type") if key in content}
     _check(path, meta, "lora_alpha", _is_number, "a number from 0 on")
@@ -245,8 +246,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(bounded(file.read(0, file.size).decode()))
     except (ValueError, RecursionError) as error:
-        reason = str(error) if isinstance(error, json.JSONDecodeError) else "not UTF-8, or nested too deep"
-        raise DamagedFile(f"{path}: malformed JSON ({reason})", "repair it, or copy it again") from None
+        raise DamagedFile(f"{path}: malformed JSON ({why(error)})", "repair it, or copy it again") from None
     if not isinstance(content, dict):
         raise DamagedFile(f"{path}: not a JSON object", "repair it, or copy it again")
     return content

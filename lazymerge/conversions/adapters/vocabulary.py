@@ -16,7 +16,7 @@ from typing import Any
 
 from lazymerge.boxes import Shape
 from lazymerge.conversions.adapters.settings import Settings
-from lazymerge.conversions.tying import EMBEDDINGS, FLAG, HEADS, tied_by_config
+from lazymerge.conversions.tying import EMBEDDINGS, FLAG, HEADS, flags, tied_by_config
 from lazymerge.errors import InconsistentCheckpoint, UnsupportedCheckpoint
 from lazymerge.gather import Gather
 
@@ -49,12 +49,17 @@ def ends_with(name: str, endings: tuple[str, ...]) -> bool:
 def tied_head(gathers: Mapping[str, Gather], config: Mapping[str, Any]) -> str | None:
     """The name of the head that is tied to the input embedding, there or not; None if none is.
 
-    A language model without a head has a tied one: its file could not be loaded else.
+    A language model without a head has a tied one, if nothing says otherwise: its file could not be loaded.
     """
     head, embedding = head_of(gathers), embedding_of(gathers)
     if head is not None:
         return head if tied_by_config(config) else None
-    if embedding is None or not _LANGUAGE_MODEL.search(_class(config)):
+    said = set(flags(config))
+    if (
+        embedding is None
+        or not _LANGUAGE_MODEL.search(_class(config))
+        or (False in said and True not in said)
+    ):
         return None
     if not ends_with(embedding, ("embed_tokens.weight", "wte.weight", "embed_in.weight")):
         return None  # of models with an encoder, where more is tied
@@ -72,16 +77,17 @@ def untied(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def vocabulary_changes(
-    before: Mapping[str, Gather], after: Mapping[str, Gather], config: Mapping[str, Any]
+    before: Mapping[str, Gather], after: Mapping[str, Gather], config: Mapping[str, Any], head: str | None
 ) -> dict[str, Any]:
     """The fields that say how many tokens there are, if there are as many as before no more.
 
-    Raises `InconsistentCheckpoint` where embedding and head have different numbers of rows.
+    `head` is what the head is called where its name does not show it. Raises `InconsistentCheckpoint` where
+    embedding and head have different numbers of rows.
     """
     rows = {
         name: after[name].shape[0]
-        for name in (embedding_of(after), head_of(after))
-        if name is not None and after[name].shape
+        for name in (embedding_of(after), head_of(after) or head)
+        if name is not None and name in after and after[name].shape
     }
     grown = {name: count for name, count in rows.items() if before.get(name, after[name]).shape[0] != count}
     if not grown:

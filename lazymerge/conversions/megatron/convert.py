@@ -30,6 +30,7 @@ from lazymerge.errors import (
     PlanError,
     UnsupportedCheckpoint,
 )
+from lazymerge.fill import equal
 from lazymerge.gather import Gather
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ class _Conversion:
         for name, new in head.names.items():
             self._make(new, self.sources.pop(name), name)
         for name, reason in head.left_out.items():
-            del self.sources[name]
+            self._note_untied(self.sources.pop(name))
             self.left_out[name] = reason
         self._cut_vocabulary()
         matches = self._matches()
@@ -164,6 +165,17 @@ class _Conversion:
         there = mapped or heads.OUTPUT in self.sources
         copied = heads.OUTPUT in self.checkpoint.left_out
         return heads.output_head(there, self.config, self.family, tied, copied=copied)
+
+    def _note_untied(self, output: Gather) -> None:
+        """Say so where an output layer is left out as tied to the embedding and has other values."""
+        embedding = self.sources.get(EMBEDDING)
+        if embedding is not None and output.shape and output.shape == embedding.shape:
+            rows = min(self.config.count("vocab_size"), output.shape[0])  # the rest is padding
+            words = output.narrow(0, 0, rows), embedding.narrow(0, 0, rows)
+            if output.dtype is embedding.dtype and equal(*words):
+                return
+        text = f"{heads.OUTPUT}: left out by --tie-word-embedding, and its values are not the embedding's"
+        self.notes.append(Note("warning", text, heads.OUTPUT, lossy=True))
 
     def _cut_vocabulary(self) -> None:
         for name in (EMBEDDING, heads.OUTPUT):

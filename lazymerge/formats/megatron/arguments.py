@@ -53,7 +53,10 @@ def read_arguments(folder: Path, store: DcpFolder | ZarrFolder, found: Found) ->
                 return settings_of(args)
         if _ARGS_OBJECT in store.objects:
             return settings_of(store.load_object(_ARGS_OBJECT))
-    return read_run_config(folder / RUN_CONFIG) if (folder / RUN_CONFIG).is_file() else {}
+    if not os.path.lexists(folder / RUN_CONFIG):
+        return {}
+    refuse_no_file(folder / RUN_CONFIG)
+    return read_run_config(folder / RUN_CONFIG)
 
 
 def _has_common(folder: Path) -> bool:

@@ -9,6 +9,7 @@ Megatron's if it mentions modules that only Megatron's models have.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -53,7 +54,7 @@ class MegatronFormat:
             return False
         if holds_ranks(path) or _is_without_model(path):
             return True
-        if (path / BACKEND).is_file():
+        if os.path.lexists(path / BACKEND):  # if it is no file, that is said when it is read
             return holds_dcp(path) or holds_zarr(path)
         if holds_zarr(path):
             return any(entry.name.encode(errors="replace").startswith(_MARKS) for entry in path.iterdir())

@@ -23,7 +23,13 @@ from lazymerge.files.dtype import DTYPES, DType
 from lazymerge.files.inert_pickle import Global, Record
 from lazymerge.files.local import LocalFile
 
-MAX_RUN_CONFIG = 8 << 20  # bytes; usual ones have 20 thousand
+MAX_RUN_CONFIG = 1 << 20
+"""Bytes: usual ones have 20 thousand. A model whose layers differ has 100 thousand in one text, and a mixture
+of data as many in paths. The parser is slow: what is smaller than this takes two seconds at most."""
+
+_MAX_NODES = 1 << 14
+"""Values and keys in run_config.yaml; usual are 3 thousand."""
+
 _MAX_PLAIN = 1 << 20
 """Values and characters in all arguments, what they share counted each time; usual are 20 thousand."""
 
@@ -77,19 +83,39 @@ def read_run_config(path: Path) -> dict[str, Any]:
     import yaml  # type: ignore[import-untyped] # which no other checkpoint needs
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """``yaml.safe_load`` without merge keys, a few bytes of which can make millions of values."""
+        """``yaml.safe_load`` of a bounded number of values.
+
+        Without merge keys, a few bytes of which can make millions of values, and without numbers of the base
+        60 (``1:30``), which take the square of their length in time and which no library writes.
+        """
+
+        nodes = 0
+
+        def compose_node(self, parent: object, index: object) -> Any:
+            """Count what is read."""
+            self.nodes += 1
+            if self.nodes > _MAX_NODES:
+                raise _no_run_config(path, f"more than {_MAX_NODES} values")
+            return super().compose_node(parent, index)
 
         def flatten_mapping(self, node: object) -> None:
             """Leave ``<<`` as it is, which no value can be made of: an error."""
 
+        def construct_number(self, node: Any) -> Any:
+            """A number; with colons in it, the text that it is."""
+            if ":" in node.value:
+                return self.construct_scalar(node)
+            whole = node.tag.endswith(":int")
+            return self.construct_yaml_int(node) if whole else self.construct_yaml_float(node)
+
+    for kind in ("int", "float"):
+        Loader.add_constructor(f"tag:yaml.org,2002:{kind}", Loader.construct_number)
     try:
         config = yaml.load(file.read(0, file.size), Loader=Loader)
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError, TypeError) as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise DamagedFile(
-            f"{path}: not the YAML that Megatron-Bridge writes ({first})",
-            "copy it again, or move it away and give the Hugging Face config",
-        ) from None
+        mark = getattr(error, "problem_mark", None)
+        line = "" if mark is None else f" in line {mark.line + 1}"
+        raise _no_run_config(path, f"{type(error).__name__}{line}") from None
     model = config.get("model") if isinstance(config, dict) else None
     if not isinstance(model, dict):
         raise UnsupportedCheckpoint(
@@ -101,6 +127,14 @@ def read_run_config(path: Path) -> dict[str, Any]:
     if "num_query_groups" in settings:  # the class has None where every head has a group of its own
         settings["group_query_attention"] = settings["num_query_groups"] is not None
     return settings
+
+
+def _no_run_config(path: Path, why: str) -> DamagedFile:
+    """The error, which shows nothing of the file: it may be a link to any other."""
+    return DamagedFile(
+        f"{path}: not the YAML that Megatron-Bridge writes ({why})",
+        "copy it again, or move it away and give the Hugging Face config",
+    )
 
 
 def is_gated(settings: Mapping[str, Any]) -> bool | None:
