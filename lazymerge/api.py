@@ -190,7 +190,8 @@ def merge(
     identity |= {"config": prepared.config, "adapters": prepared.told}
     refuse_adapter_in(folder, prepared)
     whole_model = CONVERT in stages and bool(prepared.checkpoint.gathers)
-    place = place_for(folder, sources, prepared.checkpoint, prepared.beside, linked, whole=whole_model)
+    found = prepared.checkpoint, prepared.beside, linked, prepared.sidecars
+    place = place_for(folder, sources, *found, whole=whole_model)
     kept = held(folder, identity, sources_of(prepared.checkpoint.files), overwrite=overwrite)
     if kept:
         prepared = grown(prepared, kept, parse_size(max_shard_size))
@@ -226,7 +227,8 @@ def merge(
                 destination.keep(name, each.path, each.identity)
         resumed = tuple(sorted(destination.finished))
         if not destination.ended:
-            _write(prepared, destination, spending, meter, identity if is_part else None)
+            with meter.timed():
+                _write(prepared, destination, spending, meter, identity if is_part else None)
         log.debug("published %s", folder)
         if verify or target is not None:
             written = prepared.checkpoint

@@ -65,7 +65,7 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
 
     gathers     name -> gather, in the order of the checkpoint; what the mapping is made of
     format      the name of the format that opened it
-    sidecars    folders that may hold config.json, the tokenizer and their kin, the best first
+    sidecars    folders that may hold config.json, the tokenizer and the like, the best first
     left_out    what of the source is not among the gathers -> why
     copies      makes the pairs of regions that should be equal (replicas); read only when asked
     files       the files that were opened; a resumed merge checks that they are still the same

@@ -9,6 +9,7 @@ from __future__ import annotations
 import filecmp
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ from pathlib import Path
 
 from lazymerge.checkpoint import Checkpoint, Note
 from lazymerge.errors import OutputError
-from lazymerge.files.local import LocalFile
 from lazymerge.files.lock import take_lock
 from lazymerge.journal import listed, read_lines
 from lazymerge.output import (
@@ -40,14 +40,14 @@ _OWN = "huggingface"
 class Place:
     """The folder of a result, and what the source has to do with it.
 
-    `sources` are the paths that were given, `read` the files that the result is made of. `own` are the
+    `sources` are the paths that were given, `read` the files that are read for the result. `own` are the
     source's folders of config and tokenizer, where a result may go. `stays` are the names of the sidecars in
     the folder if it is one of those, else None.
     """
 
     folder: Path
     sources: Sequence[Path]
-    read: Sequence[LocalFile] = ()
+    read: Sequence[Path] = ()
     own: Sequence[Path] = ()
     stays: frozenset[str] | None = None
 
@@ -58,20 +58,22 @@ def place_for(
     checkpoint: Checkpoint,
     beside: Mapping[str, bytes | Path],
     linked: Path | None,
+    sidecars: Sequence[Path],
     *,
     whole: bool,
 ) -> Place:
     """The folder as the place of a result; `beside` are its small files, `whole` says that it is a model.
 
-    `linked` is the folder of --hf-config. Raises `OutputError` where the result has other sidecars than those
-    of the source that lie there.
+    `linked` is the folder of --hf-config, `sidecars` are the files that `beside` is made of. Raises
+    `OutputError` where the result has other sidecars than those of the source that lie there.
     """
-    read = [file.path.resolve().parent for file in checkpoint.files]
+    weights = [file.path for file in checkpoint.files]
     known = [each for each in checkpoint.sidecars if each.name == _OWN or each == linked]
-    own = [each for each in known if not any(each.resolve() in (at, *at.parents) for at in read)]
+    own = [each for each in known if not any(each.resolve() in path.resolve().parents for path in weights)]
+    read = [*weights, *sidecars]
     here = next((each for each in own if each.resolve() == folder.resolve()), None)
     if here is None:
-        return Place(folder, sources, checkpoint.files, own)
+        return Place(folder, sources, read, own)
     if not whole:
         raise OutputError(
             f"{folder}: holds config and tokenizer of the source, beside which only a whole model can go",
@@ -84,7 +86,7 @@ def place_for(
                 f"{folder / name}: is the source's, and that of the result would differ",
                 "give another folder for the result",
             )
-    return Place(folder, sources, checkpoint.files, own, stays)
+    return Place(folder, sources, read, own, stays)
 
 
 def _is_same(path: Path, content: bytes | Path) -> bool:
@@ -111,7 +113,10 @@ def claim(place: Place, *, overwrite: bool) -> Iterator[Destination]:
         staging.mkdir(exist_ok=True)
         lock = os.open(staging / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
-        raise OutputError(f"{folder}: {error.strerror}", "choose a folder that you may write to") from None
+        where = error.filename or folder
+        raise OutputError(
+            f"{where}: {error.strerror}", "remove what is there, or choose a folder that you may write to"
+        ) from None
     try:
         notes: tuple[Note, ...] = ()
         if not take_lock(lock, staging / LOCK, folder):
@@ -154,8 +159,12 @@ def check_destination(place: Place, *, overwrite: bool) -> None:
 
 def _check_place(place: Place) -> None:
     folder = place.folder
-    if folder.exists() and not folder.is_dir():
-        raise OutputError(f"{folder}: is a file", "give a folder for the result")
+    if not folder.is_dir() and os.path.lexists(folder):
+        what = "is a file" if folder.exists() else "is a link to what is not there"
+        raise OutputError(f"{folder}: {what}", "give a folder for the result")
+    for path in (folder / STAGING / JOURNAL, folder / STAGING / PARTIAL, folder / ENDED):
+        if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+            raise OutputError(f"{path}: is no plain file", "remove it; a merge keeps its journal there")
     resolved = folder.resolve()
     for source in place.sources:
         at = source.resolve()
@@ -171,10 +180,10 @@ def _check_place(place: Place) -> None:
 
 
 def _refuse_to_replace(place: Place) -> None:
-    """Refuse to remove a file that is read, such as a base model or an adapter there."""
-    read = {file.path.resolve() for file in place.read}
+    """Refuse to remove a file that is read, such as a base model, an adapter or a config there."""
+    read = {path.resolve() for path in place.read}
     for name in replaceable(place.folder):
-        if (place.folder / name).resolve() in read:
+        if name not in (place.stays or ()) and (place.folder / name).resolve() in read:
             raise OutputError(
                 f"{place.folder / name}: is read for the result, which would replace it",
                 "give another folder for the result",

@@ -22,7 +22,8 @@ log = logging.getLogger("lazymerge")
 
 def compare_copies(prepared: Prepared, strict: bool, meter: Meter) -> Prepared:
     """Compare what several ranks hold of what is written; see `check_copies`."""
-    names = {*prepared.checkpoint.gathers, *(name for each in prepared.adapters.values() for name in each)}
+    beside = (name for each in prepared.adapters.values() for name in each)
+    names = {*prepared.checkpoint.gathers, *beside, *prepared.folded}
     return replace(prepared, checkpoint=check_copies(prepared.checkpoint, names, strict, meter))
 
 

@@ -32,6 +32,8 @@ FIRST = 5
 _DOING = {"check": "comparing ", "verify": "comparing ", "upload": "uploading "}
 """What is said of the stages of progress besides writing."""
 
+WRITING = "writing"
+
 _LONGEST = 4_000
 """Characters of a line: names come from checkpoints, and may be as long as one likes."""
 
@@ -47,7 +49,9 @@ def printable(text: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: "0.8 s", "12 s", "2:05", "1:02:05"."""
+    """Seconds for people: "4 ms", "0.8 s", "12 s", "2:05", "1:02:05"."""
+    if seconds < 0.0995:
+        return f"{seconds * 1000:.0f} ms"
     if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -61,7 +65,8 @@ def duration(seconds: float) -> str:
 def report_lines(report: MergeReport, *, everything: bool = False) -> Iterator[str]:
     """The report, line by line; lists are cut after a few unless `everything` is wanted."""
     did = "Would merge" if report.dry_run else "Merged"
-    yield f"{did} {report.format}, {report.topology}, into {printable(str(report.destination))}"
+    what = "a Hugging Face model" if report.format == "huggingface" else f"{report.format}, {report.topology}"
+    yield f"{did} {what}, into {printable(str(report.destination))}"
     yield ""
     for label, lines in _sections(report, everything):
         for number, line in enumerate(lines):
@@ -88,8 +93,9 @@ def _sections(report: MergeReport, everything: bool) -> Iterator[tuple[str, Iter
 
 def _measured(report: MergeReport) -> Iterator[tuple[str, Sequence[str]]]:
     written = report.bytes_written - sum(report.files[name] for name in report.resumed)
-    rate = format_size(written / max(report.seconds, 1e-9))
-    yield "written", [f"{format_size(written)} in {duration(report.seconds)} ({rate}/s)"]
+    rate = format_size(written / max(report.moving, 1e-9))
+    took = f"{duration(report.moving)} ({rate}/s), {duration(report.seconds)} in all"
+    yield "written", [f"{format_size(written)} in {took}"]
     yield "memory", [f"{format_size(report.peak)} at most, of a budget of {format_size(report.budget)}"]
 
 
@@ -144,7 +150,10 @@ def _ending(report: MergeReport) -> Iterator[str]:
             yield "Reread from the disk and compared with the source: equal, byte for byte."
         if report.url:
             yield f"Uploaded: {printable(report.url)}"
-        yield "Load it:" if report.next_step is None else "Go on from there to a model:"
+        if report.verified or report.url:
+            yield ""
+        load = "Load it:" if report.checked else "Load it (that it loads was not checked):"
+        yield load if report.next_step is None else "Go on from there to a model:"
         yield f"  {printable(report.next_step or report.how_to_load)}"
 
 
@@ -209,25 +218,30 @@ class _Moved:
 
 
 class Lines:
-    """Prints a line of progress on stderr at the first event, and then at most every few seconds."""
+    """Prints a line of progress on stderr every few seconds, and one at the end of what had any before."""
 
     def __init__(self, seconds: float = SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds = seconds
         self.clock = clock
-        self.next = 0.0
         self.began: tuple[float, int] | None = None
+        self.part: tuple[str, int] | None = None  # what is going on, and its total
+        self.next = 0.0
+        self.shown = False  # of this part
 
     def __call__(self, event: Progress) -> None:
         now = self.clock()
-        if self.began is None and event.total:
-            self.began = now, event.done
-        if now >= self.next:
-            self.next = now + self.seconds
+        part = _DOING.get(event.stage, WRITING), event.total
+        if part != self.part:
+            self.part, self.shown = part, False
+            self.began, self.next = (now, event.done), now + self.seconds
+        ended = self.shown and event.done == event.total > 0
+        if now >= self.next or ended:
+            self.next, self.shown = now + self.seconds, not ended
             click.echo(self.line(event, now), err=True)
 
     def line(self, event: Progress, now: float) -> str:
         """How far it is: bytes, rate, time left, memory, file."""
-        doing = _DOING.get(event.stage, "writing")
+        doing = _DOING.get(event.stage, WRITING)
         parts = [f"{doing}copies" if event.stage == "check" else doing.rstrip()]
         if event.total:
             parts.append(
@@ -237,7 +251,9 @@ class Lines:
         began, before = self.began or (now, event.done)
         if now > began and event.done > before:
             rate = (event.done - before) / (now - began)
-            parts += [f"{format_size(rate)}/s", f"{duration((event.total - event.done) / rate)} left"]
+            parts.append(f"{format_size(rate)}/s")
+            if event.done < event.total:
+                parts.append(f"{duration((event.total - event.done) / rate)} left")
         parts += [f"{format_size(event.resident)} resident", printable(event.file or "")]
         return "  ".join(part for part in parts if part)
 
@@ -246,18 +262,24 @@ class Lines:
 
 
 @contextmanager
-def logged(level: str) -> Iterator[None]:
-    """Show what lazymerge logs in the block on stderr; with the time and the memory if `level` is debug."""
+def logged(level: str, quiet: bool) -> Iterator[None]:
+    """Show what lazymerge logs in the block on stderr; with the time and the memory if `level` is debug.
+
+    What it waits for is progress, and is shown unless it is to be `quiet`.
+    """
     logger, handler = logging.getLogger("lazymerge"), _Handler()
+    waits = logging.getLogger("lazymerge.waits")
     handler.setFormatter(_Steps() if level == "debug" else _Plain())
     before = logger.level
     logger.addHandler(handler)
     logger.setLevel(level.upper())
+    waits.setLevel(logging.NOTSET if quiet else logging.INFO)
     try:
         yield
     finally:
         logger.removeHandler(handler)
         logger.setLevel(before)
+        waits.setLevel(logging.NOTSET)
 
 
 class _Handler(logging.Handler):
@@ -269,7 +291,8 @@ class _Handler(logging.Handler):
 
 class _Plain(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return f"{record.levelname.lower()}: {printable(record.getMessage())}"
+        level = "" if record.name.endswith(".waits") else f"{record.levelname.lower()}: "
+        return level + printable(record.getMessage())
 
 
 class _Steps(_Plain):

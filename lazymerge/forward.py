@@ -7,6 +7,7 @@ only if it is trusted. The process is lazymerge.conversions.logits.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import signal
@@ -39,6 +40,8 @@ _WAIT = 3600
 """Seconds until a process that does not end is given up."""
 
 _ROOT = Path(__file__).parents[1]
+
+log = logging.getLogger("lazymerge.waits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +139,7 @@ def _check(folder: Path) -> int:
 
 def _ask(request: dict[str, Any]) -> dict[str, Any]:
     """The answer of lazymerge.conversions.logits."""
+    log.info("running %s in transformers", " and ".join(request["folders"]))
     with tempfile.TemporaryDirectory() as scratch:
         environment = {
             **os.environ,

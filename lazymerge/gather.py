@@ -284,7 +284,7 @@ class Cat(Gather):
 
 
 def cat(parts: Sequence[Gather], dim: int) -> Gather:
-    """The parts one after the other along `dim`; parts without elements are left away.
+    """The parts one after the other along `dim`; parts without elements are left out.
 
     What is such a sequence itself is taken apart, so that one that grows by steps does not grow deep.
     """

@@ -78,7 +78,7 @@ def held(
 def _record(folder: Path) -> dict[str, Any] | None:
     path = folder / STAGING / PARTIAL
     try:
-        if path.is_symlink() or path.stat().st_size > _LARGEST:
+        if path.is_symlink() or not path.is_file() or path.stat().st_size > _LARGEST:
             return None
         record = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -120,6 +120,11 @@ def grown(prepared: Prepared, kept: Sequence[Held], shard_size: int) -> Prepared
         if file.name not in prepared.adapters:
             continue
         found = beside.get(file.name)
+        if found is not None and not found.tensors.keys() <= prepared.adapters[file.name].keys():
+            raise OutputError(
+                f"{found.path}: holds tensors of the adapter that are not asked for this time",
+                "ask for these too, or they would be lost; or merge into another folder",
+            )
         if found is not None and found.tensors.keys() == prepared.adapters[file.name].keys():
             links[file.name] = found
             file = replace(file, tensors=())

@@ -125,6 +125,12 @@ class Destination:
                 f"{place}: {error.strerror}: a part that is there cannot be kept under another name",
                 "merge everything at once into another folder",
             ) from error
+        if not is_file(place, identity):  # another merge has published in the meantime
+            place.unlink()
+            raise OutputError(
+                f"{path}: is not the file any more that it was when this merge was planned",
+                "run the same command again when no other merge writes there",
+            )
         append(self._journal, {"done": name, "identity": identity})
         self.finished.add(name)
 

@@ -36,7 +36,7 @@ class PlannedTensor:
     """A tensor of an output file: `offset` is where its bytes start in the file.
 
     `gather` holds its elements in row-major order, though perhaps under another shape: bytes in a
-    file have none, so a trailing reshape is left away.
+    file have none, so a trailing reshape is left out.
     """
 
     name: str

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -82,7 +83,8 @@ class Converted:
 
     `config_changes` are fields that its config.json has to have instead of what the sidecars' one says.
     `wide` has the names of what stays in float32, as `Architecture` has them. `adapters` are written beside
-    it, `folded` are in it, with their weights; `unchanged` says that these changed nothing.
+    it, `folded` are in it, with their weights; `unchanged` says that these changed nothing. `checked` says
+    that names and shapes were compared with the model's class.
     """
 
     checkpoint: Checkpoint
@@ -92,6 +94,7 @@ class Converted:
     adapters: Sequence[Adapter] = ()
     folded: Sequence[tuple[Adapter, float]] = ()
     unchanged: bool = False
+    checked: bool = False
 
     @property
     def config(self) -> dict[str, Any] | None:
@@ -116,6 +119,8 @@ class Prepared:
     `beside` are the small files that go with the weights: name -> content, or the file to copy. `kept` are
     files of the plan that earlier increments have written: name -> where it is. `adapters` are the tensors of
     adapters' files, by file; `told` is what decides the result and is in no file of the checkpoint.
+    `sidecars` are the source's files that are read for `beside`; `folded` are names of tensors of the
+    checkpoint's own adapter, where that is folded in.
     """
 
     checkpoint: Checkpoint
@@ -125,7 +130,10 @@ class Prepared:
     adapters: Mapping[str, Mapping[str, Gather]] = field(default_factory=dict)
     told: Sequence[Any] = ()
     unchanged: bool = False
+    checked: bool = False
     kept: Mapping[str, Held] = field(default_factory=dict)
+    sidecars: Sequence[Path] = ()
+    folded: Collection[str] = ()
 
     @property
     def size(self) -> int:
@@ -161,6 +169,12 @@ def prepare(checkpoint: Checkpoint, options: Options, hf_config: Path | None) ->
     }
     files = {name: gathers for name, gathers in files.items() if gathers}
     places = {at: each for at, each in places.items() if f"{at}{WEIGHTS}" in files}  # not left out
+    if places and converted.folded:
+        text = (
+            f"{next(iter(places))} was trained on a base without {converted.folded[0][0].name}, which is"
+            f" folded into the one that is written; --lora {FOLD} puts both in"
+        )
+        checkpoint = checkpoint.with_notes(Note("warning", text))
     model = checkpoint.with_gathers({n: g for n, g in checkpoint.gathers.items() if n not in beside})
     plan = Plan((), None, None)
     if model.gathers or not files:
@@ -170,7 +184,18 @@ def prepare(checkpoint: Checkpoint, options: Options, hf_config: Path | None) ->
     small |= {f"{at}{CONFIG_OF_ADAPTER}": each.config_json() for at, each in places.items()}
     told = [[each.config, 1] for each in converted.adapters]
     told += [[each.config, weight] for each, weight in converted.folded]
-    return Prepared(model, plan, converted.config, small, files, told, converted.unchanged)
+    return Prepared(
+        model,
+        plan,
+        converted.config,
+        small,
+        files,
+        told,
+        converted.unchanged,
+        converted.checked,
+        sidecars=tuple(converted.sidecars.files.values()),
+        folded={name for each, _ in converted.folded for name in each.gathers if options.lora.mode == FOLD},
+    )
 
 
 def refuse_adapter_in(folder: Path, prepared: Prepared) -> None:
@@ -206,10 +231,11 @@ def convert(checkpoint: Checkpoint, options: Options, hf_config: Path | None) ->
         parts = bare
     if options.lora.mode == ONLY or (parts.adapters and not parts.base.gathers):
         if adapters:
-            raise PlanError("--adapter: no base is written that it could be folded into", "leave it away")
+            raise PlanError("--adapter: no base is written that it could be folded into", "leave it out")
         unwanted = dict.fromkeys(parts.base.gathers, f"--lora {ONLY}")
         return Converted(parts.base.with_gathers({}, left_out=unwanted), sidecars, adapters=parts.adapters)
-    hub = to_hub(parts.base, sidecars.config, options.hub, _code(sidecars, options))
+    own = of_training(sidecars, hf_config, checkpoint.sidecars)
+    hub = to_hub(parts.base, own, options.hub, _code(sidecars, options))
     config, changes = {**(sidecars.config or {}), **hub.config_changes}, dict(hub.config_changes)
     checkpoint, unchanged = hub.checkpoint, False
     if options.lora.mode == FOLD:
@@ -224,7 +250,19 @@ def convert(checkpoint: Checkpoint, options: Options, hf_config: Path | None) ->
     if hub.architecture is None:
         checkpoint = tie(checkpoint, config)
     wide = {} if hub.architecture is None else hub.architecture.wide
-    return Converted(checkpoint, sidecars, changes, wide, beside, adapters, unchanged)
+    checked = options.hub.check and hub.architecture is not None
+    return Converted(checkpoint, sidecars, changes, wide, beside, adapters, unchanged, checked)
+
+
+def of_training(
+    sidecars: Sidecars, hf_config: Path | None, folders: Sequence[Path]
+) -> Mapping[str, Any] | None:
+    """What config.json says of the training: a base model's does not tell which transformers ran there."""
+    if sidecars.config is None or hf_config is None or sidecars.files[CONFIG].parent != hf_config:
+        return sidecars.config
+    if any(each.resolve() == hf_config.resolve() for each in folders[1:]):  # the first is that one
+        return sidecars.config
+    return {key: value for key, value in sidecars.config.items() if key != "transformers_version"}
 
 
 def _bare(checkpoint: Checkpoint, options: Options) -> Split | None:
@@ -256,24 +294,29 @@ def _adapter(given: str) -> tuple[Adapter, float]:
     from lazymerge.conversions.adapters.read import read_adapter
 
     folder, equals, weight = given.rpartition("=")
-    if equals and not Path(given).exists():
-        try:
-            return read_adapter(given_path(folder, "--adapter")), float(weight)
-        except ValueError:
-            pass  # an equals sign of the folder's name
-    return read_adapter(given_path(given, "--adapter")), 1.0
+    if not equals or os.path.exists(given):
+        return read_adapter(given_path(given, "--adapter")), 1.0
+    try:
+        number = float(weight.replace("_", "?"))  # Python's 1_0 is a slip for 1.0
+    except ValueError:
+        if os.path.exists(folder):
+            raise PlanError(
+                f"--adapter {given}: {weight!r} is no weight, expected a number",
+                f"give it as in --adapter {folder}=0.5",
+            ) from None
+        folder, number = given, 1.0  # an equals sign of the folder's name
+    return read_adapter(given_path(folder, "--adapter")), number
 
 
 def _sidecars(converted: Converted, options: Options, dtype: DType | None) -> dict[str, bytes | Path]:
     """The small files of the model: sidecars, config.json with what is true of the result, the stage."""
     sidecars, changes = converted.sidecars, converted.config_changes
-    files: dict[str, bytes | Path] = dict(sidecars.files)
-    if CONFIG in files:
-        if changes:
-            files[CONFIG] = with_fields(sidecars.raw(CONFIG), changes)
+    files: dict[str, bytes | Path] = {**sidecars.files, **sidecars.contents}
+    if CONFIG in sidecars.contents:
+        config = with_fields(sidecars.contents[CONFIG], changes)
         if dtype is not None and dtype.name != config_dtype(sidecars.config):
-            raw = files[CONFIG]
-            files[CONFIG] = with_dtype(raw if isinstance(raw, bytes) else sidecars.raw(CONFIG), dtype.name)
+            config = with_dtype(config, dtype.name)
+        files[CONFIG] = config
     if CONVERT in options.stages:
         return files
     files = {_SIDECARS_OF_STAGE + name: content for name, content in files.items()}
@@ -297,8 +340,8 @@ def _note_dtype(checkpoint: Checkpoint, named: str | None) -> Checkpoint:
     if named not in {"bfloat16", "float16"} or wide * 2 <= checkpoint.nbytes:
         return checkpoint
     text = (
-        f"the files hold float32 and config.json says {named}; the dtype is kept."
-        f" --dtype {named} would write {format_size(checkpoint.nbytes - wide // 2)}"
+        f"the files hold float32 and config.json says {named}; the dtype is kept, and a plain from_pretrained"
+        f" loads it as {named}. --dtype {named} would write {format_size(checkpoint.nbytes - wide // 2)}"
         f" in place of {format_size(checkpoint.nbytes)}"
     )
     return checkpoint.with_notes(Note("info", text))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,10 @@ from typing import Any
 from lazymerge.budget import Spending, high_water, resident
 from lazymerge.checkpoint import Note
 from lazymerge.conversions.adapters.adapter import WEIGHTS as ADAPTER
+from lazymerge.conversions.dtypes import FLOATS
 from lazymerge.formats.staged import STAGE
 from lazymerge.prepare import CONVERT, Prepared
+from lazymerge.sidecars import CONFIG, config_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +44,28 @@ OnProgress = Callable[[Progress], None]
 
 @dataclass
 class Meter:
-    """Counts bytes and memory, and tells the caller; safe to use from several threads."""
+    """Counts bytes, time and memory, and tells the caller; safe to use from several threads.
+
+    `moving` are the seconds in which bytes were moved, out of all that it took.
+    """
 
     on_progress: OnProgress | None
     done: int = 0
+    moving: float = 0.0
     _peak: int = 0
     _measured: float = 0.0
     _resident: int = 0
     _highest_before: int = field(default_factory=lambda: high_water())
     _lock: Any = field(default_factory=threading.Lock)
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count the time of the block as one in which bytes are moved."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.moving += time.monotonic() - began
 
     def add(self, stage: str, total: int, file: str, count: int) -> None:
         """Count `count` more bytes and tell."""
@@ -78,8 +95,10 @@ class Meter:
 class MergeReport:
     """What was written (or, of a dry run, would be).
 
-    Sizes are in bytes, times in seconds. `per_dtype` is dtype -> (tensors, bytes). `left_out` is what
-    of the source is not in the result -> why. `resumed` are files that an earlier run had finished.
+    Sizes are in bytes, times in seconds: `moving` is the part of `seconds` in which the files were written.
+    `checked` says that names and shapes were compared with what `how_to_load` loads. `per_dtype` is
+    dtype -> (tensors, bytes). `left_out` is what of the source is not in the result -> why. `resumed` are
+    files that an earlier run had finished.
     `disk` is what the result takes, sidecars included, and `disk_free` what its file system has left (None:
     it does not say).
     `budget` bounds `peak`, the resident memory of the process.
@@ -110,6 +129,8 @@ class MergeReport:
     unchanged: bool = False  # by the adapters that were folded in
     verified: bool = False
     url: str | None = None  # where it was uploaded to
+    moving: float = 0.0
+    checked: bool = True
     next_step: str | None = None  # the command that makes a model of what one stage has left
 
     @property
@@ -157,11 +178,13 @@ def make_report(
         predicted_peak=spending.peak,
         peak=meter.peak(),
         seconds=time.monotonic() - started,
+        moving=meter.moving,
         notes=checkpoint.notes,
         left_out=checkpoint.left_out,
         resumed=resumed,
         unchanged=prepared.unchanged,
         how_to_load=_how_to_load(destination, prepared),
+        checked=prepared.checked or not _is_model(prepared),
         next_step=f"lazymerge merge {shlex.quote(str(destination))} MODEL --stage {CONVERT}"
         if STAGE in prepared.beside
         else None,
@@ -182,9 +205,7 @@ def _how_to_load(destination: Path, prepared: Prepared) -> str:
     plan, config = prepared.plan, prepared.config
     if plan.files and all(file.name.endswith(ADAPTER) for file in plan.files):
         return f"peft.PeftModel.from_pretrained(base, {str((destination / plan.files[0].name).parent)!r})"
-    why = prepared.checkpoint.left_out.values()
-    partial = STAGE in prepared.beside or any("--include" in each or "--exclude" in each for each in why)
-    if config is None or partial:
+    if config is None or not _is_model(prepared):
         file = plan.files[0].name
         if file.endswith(".bin"):
             return f"torch.load({str(destination / file)!r}, weights_only=True, mmap=True)"
@@ -193,4 +214,20 @@ def _how_to_load(destination: Path, prepared: Prepared) -> str:
     name = architectures[0] if isinstance(architectures, list) and architectures else "AutoModelForCausalLM"
     code = ", trust_remote_code=True" if "auto_map" in config else ""
     kind = "AutoModelForCausalLM" if code else str(name)
-    return f"transformers.{kind}.from_pretrained({str(destination)!r}, dtype='auto'{code})"
+    return f"transformers.{kind}.from_pretrained({str(destination)!r}, dtype={_dtype(prepared)!r}{code})"
+
+
+def _is_model(prepared: Prepared) -> bool:
+    """Whether the result is a whole model with a config.json, which `from_pretrained` takes."""
+    if prepared.config is None or STAGE in prepared.beside or not prepared.checkpoint.gathers:
+        return False
+    why = prepared.checkpoint.left_out.values()
+    return not any("--include" in each or "--exclude" in each for each in why)
+
+
+def _dtype(prepared: Prepared) -> str:
+    """The dtype that loads the weights as they are; "auto" is what config.json says, if it says one."""
+    written = prepared.beside.get(CONFIG)
+    named = config_dtype(json.loads(written) if isinstance(written, bytes) else prepared.config)
+    most = next((dtype for dtype in prepared.plan.per_dtype() if dtype in FLOATS), None)
+    return "auto" if most is None or named in (None, most) else most

@@ -12,7 +12,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -68,15 +68,16 @@ def is_sidecar(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Sidecars:
-    """Files to put beside the weights, name -> where from, and what config.json holds (None: not there)."""
+    """Files to put beside the weights, name -> where from, and what config.json holds (None: not there).
+
+    `contents` are the bytes of those that were parsed: what goes into the result is what was understood,
+    whatever becomes of the file in the meantime.
+    """
 
     files: Mapping[str, Path]
     config: Mapping[str, Any] | None
     notes: tuple[Note, ...] = ()
-
-    def raw(self, name: str) -> bytes:
-        """The bytes of the file under that name."""
-        return _bytes(self.files[name])
+    contents: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -92,13 +93,15 @@ def find_sidecars(folders: Iterable[Path], linked: Path | None = None) -> Sideca
     `SourceError` for what is no plain file.
     """
     found: dict[str, Path] = {}
+    contents: dict[str, bytes] = {}
     parsed: dict[str, Any] = {}
     for folder in folders:
         for name in [*_PARSED, *_COPIED, *_matching(folder)]:
             if name not in found and _is_there(folder / name, links=folder == linked):
                 found[name] = folder / name
                 if name in _PARSED:
-                    parsed[name] = _parse(folder / name)
+                    contents[name] = _bytes(folder / name)
+                    parsed[name] = _parse(folder / name, contents[name])
                 elif name.endswith(".json"):
                     _check_braces(folder / name)
                 else:
@@ -110,7 +113,7 @@ def find_sidecars(folders: Iterable[Path], linked: Path | None = None) -> Sideca
             Note("warning", "no config.json was found, so the result will not load; give --hf-config DIR")
         )
     _add_code(found, parsed, linked, notes)
-    return Sidecars(found, config, tuple(notes))
+    return Sidecars(found, config, tuple(notes), contents)
 
 
 def _matching(folder: Path) -> list[str]:
@@ -191,8 +194,7 @@ def _bytes(path: Path) -> bytes:
     return file.read(0, file.size)
 
 
-def _parse(path: Path) -> dict[str, Any]:
-    raw = _bytes(path)
+def _parse(path: Path, raw: bytes) -> dict[str, Any]:
     try:
         content = json.loads(bounded(raw.decode()))  # as loaders read it: no byte order mark, no UTF-16
     except (ValueError, RecursionError) as error:

@@ -31,6 +31,7 @@ from lazymerge.errors import (
 )
 from lazymerge.files.given import given_path
 from lazymerge.files.size import parse_size
+from lazymerge.formats.registry import recognised
 from lazymerge.forward import ForwardReport, compare_logits
 from lazymerge.gather import Gather
 from lazymerge.manifest import BLOCK, ManifestReport, OnBytes, check_manifest, has_manifest
@@ -63,6 +64,7 @@ class VerifyReport:
     notes: tuple[tuple[Note, ...], tuple[Note, ...]]
     seconds: float
     peak: int
+    reading: float = 0.0  # seconds in which the values were read and compared
 
     @property
     def same(self) -> bool:
@@ -87,6 +89,7 @@ class VerifyReport:
                 for side, notes in zip(("one", "other"), self.notes, strict=True)
             },
             "seconds": self.seconds,
+            "reading": self.reading,
             "peak": self.peak,
         }
 
@@ -166,7 +169,8 @@ def verify(
         folder = _folder(src)
         if has_manifest(folder):
             reading = _readers(workers, budget)
-            manifest = check_manifest(folder, workers=reading, on_bytes=_told(meter))
+            with meter.timed():
+                manifest = check_manifest(folder, workers=reading, on_bytes=_told(meter))
         structure = _structure(folder, sealed=manifest is not None)
         notes = left_alone(folder), ()
     else:
@@ -198,8 +202,10 @@ def verify(
                 what, hint = "base model", "verify without --base-only"
             raise PlanError(f"{src} and {against}: nothing to compare: neither has a {what}", hint)
         known = () if base_only else differing_settings(one, other)
-        on_bytes = _told(meter)
-        comparison = compare(*bases, options, max_ram=budget, workers=workers, known=known, on_bytes=on_bytes)
+        with meter.timed():
+            comparison = compare(
+                *bases, options, max_ram=budget, workers=workers, known=known, on_bytes=_told(meter)
+            )
         if not base_only and bool(one.adapters) != bool(other.adapters):
             hint = "only one side has LoRA; --base-only compares the bases alone"
             comparison = replace(comparison, hint="; ".join(filter(None, (comparison.hint, hint))))
@@ -219,6 +225,7 @@ def verify(
         notes,
         time.monotonic() - started,
         meter.peak(),
+        meter.moving,
     )
 
 
@@ -306,9 +313,15 @@ def _structure(folder: Path, *, sealed: bool) -> tuple[Problem, ...]:
     """What is wrong with the weight files; a folder with a manifest may hold none, or what is no model."""
     try:
         return check_structure(folder)
-    except LazymergeError:
+    except LazymergeError as error:
         if sealed:  # the manifest says what should be there
             return ()
+        trained = recognised(folder) if isinstance(error, NotACheckpoint) else None
+        if trained not in (None, "huggingface"):
+            raise PlanError(
+                f"{folder}: a training checkpoint ({trained}), and no model that was merged",
+                "give what it should be equal to, with --against",
+            ) from error
         raise
 
 

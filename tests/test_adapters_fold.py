@@ -679,6 +679,60 @@ def test_modules_saved_whole_do_not_mix(folders: Path) -> None:
         folding.folded(base, one, weights=[0.5])
 
 
+@pytest.fixture(scope="module")
+def of_embeddings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base, and adapters of its embedding or head: whole, of rows, by a product, by DoRA."""
+    folder = tmp_path_factory.mktemp("embeddings")
+    base = makers.save_base(makers.llama(), folder / "base")
+    kinds: dict[str, dict[str, Any]] = {
+        "whole": {"target_modules": ATTENTION, "modules_to_save": ["embed_tokens", "lm_head"]},
+        "rows": {"target_modules": ATTENTION, "trainable_token_indices": [5, 3]},
+        "other rows": {"target_modules": ATTENTION, "trainable_token_indices": [7]},
+        "product": {"target_modules": ["embed_tokens", "lm_head"]},
+        "dora": {"target_modules": ["lm_head"], "use_dora": True},
+    }
+    for seed, (name, lora) in enumerate(kinds.items(), 1):
+        makers.adapted(base, folder / name, {"r": 4, **lora}, seed=seed)
+    return folder
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["whole", "rows"],
+        ["rows", "other rows"],
+        ["whole", "product"],
+        ["rows", "product"],
+        ["whole", "dora"],
+        ["whole", "rows", "other rows"],
+    ],
+    ids=" ".join,
+)
+def test_what_was_trained_whole_by_one_mixes_with_nothing(
+    of_embeddings: Path, names: list[str], turned: bool
+) -> None:
+    adapters = [of_embeddings / name for name in (reversed(names) if turned else names)]
+    with pytest.raises(PlanError, match="fold one of the two only"):
+        folding.folded(of_embeddings / "base", *adapters)
+
+
+def test_rows_have_no_weight_whatever_is_folded_before(of_embeddings: Path) -> None:
+    for names in (["rows"], ["whole", "rows"]):
+        weights = [1.0] * (len(names) - 1) + [0.5]
+        with pytest.raises(PlanError, match=r"a weight of 0\.5"):
+            folding.folded(of_embeddings / "base", *(of_embeddings / name for name in names), weights=weights)
+
+
+def test_a_head_that_is_no_matrix_is_refused(folders: Path) -> None:
+    base = makers.save_base(makers.llama(), folders / "base")
+    adapter = makers.adapted(base, folders / "adapter", {"r": 4, "target_modules": ATTENTION})
+    add(adapter, {"base_model.model.score.weight": torch.tensor(1.0)})
+    change_config(adapter, modules_to_save=["score"], task_type="SEQ_CLS")
+    with pytest.raises(InconsistentCheckpoint, match=r"score.weight has shape \(\)"):
+        folding.folded(base, adapter)
+
+
 def test_a_quantised_base_is_refused(folders: Path) -> None:
     base = makers.save_base(makers.llama(), folders / "base")
     adapter = makers.adapted(base, folders / "adapter", {"r": 4, "target_modules": ATTENTION})

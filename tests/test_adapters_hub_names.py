@@ -24,17 +24,17 @@ EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
 def merged(
-    tmp_path: Path, model: torch.nn.Module, lora: dict[str, Any], *, says: bool = True, **adapter: Any
+    tmp_path: Path, model: torch.nn.Module, lora: dict[str, Any], *, lacking: str = "", **adapter: Any
 ) -> None:
     """Fold an adapter of PEFT's into a whole model; the result is what PEFT merges and transformers saves.
 
-    `says` that config.json says what is tied.
+    `lacking` is a field that config.json has not.
     """
     make = type(model).from_pretrained
     base = makers.save_base(model, tmp_path / "base")
-    if not says:
+    if lacking:
         config = folding.config_of(base)
-        del config["tie_word_embeddings"]
+        del config[lacking]
         (base / "config.json").write_text(json.dumps(config))
     folder = makers.adapted(base, tmp_path / "adapter", {**LORA, **lora}, make=make, **adapter)
     lazymerge.merge(base, tmp_path / "out", adapter=str(folder))
@@ -72,6 +72,16 @@ def test_parameters_that_the_hub_has_elsewhere(tmp_path: Path, key: str, paramet
     merged(tmp_path, tiny(key), {"target_modules": [], "target_parameters": parameters})
 
 
+def test_of_a_class_that_the_tensors_show(tmp_path: Path) -> None:
+    """config.json names none, and an adapter has the names that its tensors have when it runs."""
+    merged(
+        tmp_path,
+        tiny("deepseek_v4"),
+        {"target_modules": ["q_a_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+        lacking="architectures",
+    )
+
+
 @pytest.mark.slow
 def test_parameters_that_mirror_each_other(tmp_path: Path) -> None:
     """Versions of PEFT differ in which side is in, so that either may be the one."""
@@ -94,7 +104,7 @@ ADAPTED = {"target_modules": ["embed_tokens"]}
 )
 def test_a_head_of_another_name_is_not_tied(tmp_path: Path, lora: dict[str, Any], says: bool) -> None:
     """DeepSeek-V4's is head.weight on the hub, and not the embedding; `says` that config.json says so."""
-    merged(tmp_path, tiny("deepseek_v4"), lora, says=says)
+    merged(tmp_path, tiny("deepseek_v4"), lora, lacking="" if says else "tie_word_embeddings")
 
 
 @pytest.mark.slow

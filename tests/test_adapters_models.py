@@ -198,6 +198,23 @@ def test_a_new_tensor_that_the_model_has_not(
         lazymerge.merge(plain[0], out, adapter=adapter, check=check)
 
 
+@pytest.mark.parametrize("check", [True, False])
+def test_a_head_for_which_transformers_has_no_class(tmp_path: Path, out: Path, check: bool) -> None:
+    sizes = {"vocab_size": 32, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 1}
+    mamba = transformers.MambaForCausalLM(transformers.MambaConfig(**sizes))
+    base = makers.save_base(mamba, tmp_path / "base")
+    plain = makers.adapted(base, tmp_path / "plain", {**LORA, "target_modules": ["in_proj"]})
+    adapter = altered(
+        plain,
+        tmp_path / "adapter",
+        lambda given: {**given, "base_model.model.score.weight": torch.ones(2, 16)},
+        modules_to_save=["score"],
+        task_type="SEQ_CLS",
+    )
+    with refused(UnsupportedCheckpoint, "no class MambaForSequenceClassification", dst=out):
+        lazymerge.merge(base, out, adapter=adapter, check=check)
+
+
 def test_square_layer_of_a_model_of_which_nothing_is_said(
     plain: tuple[Path, Path], tmp_path: Path, out: Path
 ) -> None:

@@ -44,6 +44,15 @@ def asked(tmp_path, monkeypatch):
     return questions
 
 
+def test_answers_of_a_version_under_work_are_not_kept(tmp_path, asked, monkeypatch):
+    """Its name stays the same while its code changes."""
+    monkeypatch.setattr(answers, "version", lambda _: "5.25.0.dev0")
+    for _ in range(2):
+        assert architecture.expected(CONFIG) is not None
+    assert len(asked) == 2
+    assert kept(tmp_path) == []
+
+
 def kept(tmp_path):
     return sorted(path for path in (tmp_path / "cache").rglob("*") if path.is_file())
 

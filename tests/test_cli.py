@@ -18,6 +18,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner, Result
@@ -26,8 +27,12 @@ from safetensors.torch import load_file
 import lazymerge
 from lazymerge import api, cli, display, errors
 from lazymerge.cli import failures
+from lazymerge.cli.verify import lines as cli_lines
+from lazymerge.conversions import model_process
 from lazymerge.files.size import format_size
+from lazymerge.manifest import ManifestReport
 from lazymerge.report import MergeReport, Progress
+from lazymerge.verification import VerifyReport
 from tests.checks import refused, tree
 
 ROOT = Path(__file__).parents[1]
@@ -243,6 +248,23 @@ def test_the_page_shows_this_help():
     assert done.returncode == 0, "run `python -m cogapp -r docs/cli.md`"
 
 
+@pytest.mark.parametrize("command", ["merge", "upload", "verify", "test"])
+def test_help_has_every_option_once_and_under_a_heading(command: str):
+    text = lazymerge_cli(command, "--help").stdout
+    for option in cli.cli.commands[command].params:
+        if isinstance(option, click.Option):
+            name = next(each for each in option.opts if each.startswith("--"))
+            assert len(re.findall(rf"^  (-\w, )?{name}(?=[ ,]|$)", text, re.MULTILINE)) == 1, name
+    rest = text.partition("\nOptions:\n")[2].partition("\n\n")[0]
+    assert rest.split()[:2] == ["-h,", "--help"] and rest.count("--") == 1
+
+
+def test_commands_are_told_apart_in_80_columns():
+    listed = lazymerge_cli("-h").stdout.partition("Commands:\n")[2].partition("\n\n")[0]
+    assert "..." not in listed and len(listed.splitlines()) == 4
+    assert "  test    verl's name of verify." in listed.splitlines()
+
+
 # ---- what is imported -------------------------------------------------------------------------------------
 
 
@@ -294,7 +316,68 @@ def test_the_report_is_on_stdout_and_the_progress_on_stderr(
     ]:
         assert text in done.stdout
     assert re.search(r"memory    [\d.]+ MB at most, of a budget of ", done.stdout)
-    assert re.fullmatch(r"(writing  .*  [\d.]+ MB resident  model.safetensors\n)+", done.stderr)
+    assert re.search(r"written   481 kB in [\d.]+ m?s \([\d.]+ .B/s\), [\d.]+ m?s in all\n", done.stdout)
+    assert "writing" not in done.stderr  # of what is done at once
+
+
+def test_the_line_that_loads_keeps_what_was_written(
+    src: Path, tmp_path: Path, truth: dict[str, torch.Tensor]
+):
+    """fp32 ranks of a bf16 model: transformers loads what config.json says unless it is told."""
+    import transformers
+
+    half = shutil.copytree(src, tmp_path / "half")
+    config = json.loads((half / "config.json").read_text())
+    (half / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    unasked = ["--no-check", "--names", "runtime", "--no-check-copies"]
+    for flags, dtype in (([], "float32"), (["--dtype", "bfloat16"], "auto")):
+        out = tmp_path / dtype
+        done = lazymerge_cli("merge", half, out, *unasked, *flags)
+        line = f"transformers.LlamaForCausalLM.from_pretrained({str(out)!r}, dtype={dtype!r})"
+        assert f"\nLoad it (that it loads was not checked):\n  {line}\n" in done.stdout
+        assert ("a plain from_pretrained loads it as bfloat16" in done.stdout) is not flags
+        plain = transformers.LlamaForCausalLM.from_pretrained(out).state_dict()
+        assert {tensor.dtype for tensor in plain.values()} == {torch.bfloat16}
+        loaded = eval(line, {"transformers": transformers}).state_dict()  # noqa: S307
+        for name, tensor in truth.items():
+            wanted = tensor if not flags else tensor.bfloat16()
+            assert loaded[name].dtype == wanted.dtype and torch.equal(loaded[name], wanted)
+
+
+def test_a_wait_for_transformers_is_told(src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("LAZYMERGE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(model_process.subprocess, "run", raising(PermissionError(1, "not here")))
+    line = "asking transformers about LlamaForCausalLM (some seconds, once for each config.json)\n"
+    assert lazymerge_cli("merge", src, tmp_path / "out").stderr.startswith(f"{line}error: ")
+    assert lazymerge_cli("merge", src, tmp_path / "out", "--log-level", "error").stderr.startswith(line)
+    assert (
+        " MB  asking transformers about "
+        in lazymerge_cli("merge", src, tmp_path / "out", "--log-level", "debug").stderr
+    )
+    as_json = lazymerge_cli("merge", src, tmp_path / "out", "--json")
+    assert line in as_json.stderr and json.loads(as_json.stdout)["kind"] == "PlanError"
+    assert lazymerge_cli("merge", src, tmp_path / "out", "-q").stderr.startswith("error: ")
+
+
+def test_ranks_cannot_be_verified_alone(src: Path, tmp_path: Path, checkpoint: Callable[[str], Any]):
+    for folder in (src, checkpoint("fsdp2-llama-tied").root):
+        done = lazymerge_cli("verify", folder)
+        assert done.exit_code == 2
+        assert done.stderr.splitlines()[0].endswith(
+            f"{folder}: a training checkpoint (fsdp), and no model that was merged"
+        )
+        assert "--against" in done.stderr.splitlines()[1]
+    (tmp_path / "notes.txt").write_text("nothing")
+    assert "--against" not in lazymerge_cli("verify", tmp_path).stderr
+
+
+def test_the_time_of_reading_is_not_that_of_waiting():
+    manifest = ManifestReport(2, 3, 9_760, ())
+    facts = ("out", None, (), manifest, None, None, {}, ((), ()))
+    report = VerifyReport(*facts, seconds=12.0, peak=80_000_000, reading=0.5)
+    assert list(cli_lines(report)) == [
+        "unchanged: 2 files, 3 tensors (9.76 kB read in 0.5 s, 12 s in all, 80 MB of memory)"
+    ]
 
 
 def test_a_pipe_gets_no_carriage_return_and_no_colour(src: Path, tmp_path: Path):
@@ -316,7 +399,7 @@ def test_json_is_one_object_and_all_of_stdout(src: Path, tmp_path: Path):
         == report["disk"] - (src / "config.json").stat().st_size
     )
     assert report["budget"] >= report["peak"] > 0
-    assert "writing" in done.stderr
+    assert report["seconds"] >= report["moving"] > 0
 
 
 def test_quiet_prints_nothing(src: Path, tmp_path: Path):
@@ -415,14 +498,30 @@ def test_long_lists_are_cut_unless_everything_is_wanted():
 
 def test_bytes_of_an_earlier_run_are_not_in_the_rate():
     files = {"a": 1_500_000_000, "b": 500_000_000}
-    text = shown(files=files, resumed=("a",))
-    assert "written   500 MB in 2.0 s (250 MB/s)" in text
+    text = shown(files=files, resumed=("a",), moving=2.0, seconds=57.0)
+    assert "written   500 MB in 2.0 s (250 MB/s), 57 s in all\n" in text
     assert "resumed   a  finished by an earlier run" in text
 
 
 def test_warnings_come_last_and_are_marked():
     notes = (lazymerge.Note("warning", "look out"), lazymerge.Note("info", "by the way"))
     assert "note: by the way\n\x1b[33m\x1b[1mwarning: \x1b[0mlook out\n\nLoad it:" in shown(notes=notes)
+
+
+def test_a_line_that_loads_is_marked_where_nobody_checked_it():
+    assert "\nLoad it:\n  load()" in shown()
+    assert "\nLoad it (that it loads was not checked):\n  load()" in shown(checked=False)
+
+
+def test_what_was_verified_stands_apart():
+    text = shown(verified=True, url="https://hub")
+    assert text.endswith("byte for byte.\nUploaded: https://hub\n\nLoad it:\n  load()")
+
+
+def test_a_model_folder_is_called_so():
+    assert shown(format="huggingface", topology="1 rank").startswith(
+        "Merged a Hugging Face model, into out\n"
+    )
 
 
 def test_a_dry_run_warns_of_a_full_disk():
@@ -458,7 +557,7 @@ def test_sizes(nbytes: float, text: str):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.84, "0.8 s"), (12.4, "12 s"), (125, "2:05"), (3725, "1:02:05")]
+    ("seconds", "text"), [(0.0042, "4 ms"), (0.84, "0.8 s"), (12.4, "12 s"), (125, "2:05"), (3725, "1:02:05")]
 )
 def test_durations(seconds: float, text: str):
     assert display.duration(seconds) == text
@@ -476,7 +575,6 @@ def test_lines_come_at_most_every_five_seconds(capsys: pytest.CaptureFixture[str
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines() == [
-        "writing  0 bytes of 4.4 GB (0 %)  150 MB resident  model.safetensors",
         "writing  500 MB of 4.4 GB (11 %)  100 MB/s  39 s left  150 MB resident  model.safetensors",
         "writing  1 GB of 4.4 GB (22 %)  100 MB/s  34 s left  150 MB resident  model.safetensors",
         "writing  1.5 GB of 4.4 GB (34 %)  100 MB/s  29 s left  150 MB resident  model.safetensors",
@@ -484,9 +582,34 @@ def test_lines_come_at_most_every_five_seconds(capsys: pytest.CaptureFixture[str
     ]
 
 
+def stepped(*events: tuple[str, int, int]) -> None:
+    """Lines for these events (stage, done, total), one a second."""
+    times = iter(range(100))
+    lines = display.Lines(clock=lambda: next(times))
+    for stage, done, total in events:
+        lines(Progress(stage, done, total, 150_000_000, "w"))
+
+
 def test_lines_of_comparing_copies_have_no_rate(capsys: pytest.CaptureFixture[str]):
-    display.Lines()(Progress("check", 0, 0, 150_000_000, "w"))
+    stepped(*[("check", 0, 0)] * 6)
     assert capsys.readouterr().err == "comparing copies  150 MB resident  w\n"
+
+
+def test_there_are_no_lines_of_what_takes_a_few_seconds(capsys: pytest.CaptureFixture[str]):
+    written = [*(("write", n, 4) for n in range(1, 5)), ("finish", 4, 4)]
+    stepped(*written, *(("verify", n, 4) for n in range(1, 5)))
+    assert capsys.readouterr().err == ""
+
+
+def test_lines_end_with_all_of_it_and_begin_anew(capsys: pytest.CaptureFixture[str]):
+    written = [*(("write", n * 10**6, 7 * 10**6) for n in range(1, 8)), ("finish", 7 * 10**6, 7 * 10**6)]
+    stepped(*written, *(("verify", n * 10**6, 9 * 10**6) for n in range(1, 10)))
+    assert capsys.readouterr().err.splitlines() == [
+        "writing  6 MB of 7 MB (85 %)  1 MB/s  1.0 s left  150 MB resident  w",
+        "writing  7 MB of 7 MB (100 %)  1 MB/s  150 MB resident  w",
+        "comparing  6 MB of 9 MB (66 %)  1 MB/s  3.0 s left  150 MB resident  w",
+        "comparing  9 MB of 9 MB (100 %)  1 MB/s  150 MB resident  w",
+    ]
 
 
 def in_terminal(*args: object, term: str = "xterm-256color") -> tuple[int, str]:
@@ -520,8 +643,7 @@ def test_a_terminal_gets_a_bar(src: Path, tmp_path: Path):
 def test_a_terminal_without_a_cursor_gets_lines(src: Path, tmp_path: Path):
     code, seen = in_terminal("merge", src, tmp_path / "out", term="dumb")
     assert code == 0
-    assert "━" not in seen and "\rw" not in seen
-    assert "writing  " in seen
+    assert "━" not in seen and "\r\x1b" not in seen
 
 
 # ---- failures ---------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 import lazymerge
+from lazymerge import api
 from lazymerge.errors import InconsistentCheckpoint, OutputError, PlanError
 from lazymerge.output import Destination
 from tests.checks import assert_same_model, assert_well_formed, refused, tree
@@ -64,6 +65,58 @@ def test_a_file(src, tmp_path):
     (tmp_path / "out").write_text("x")
     with refused(OutputError, str(tmp_path / "out"), "is a file", dst=tmp_path / "out"):
         lazymerge.merge(src, tmp_path / "out", overwrite=True)
+
+
+def test_a_link_to_nothing(src, tmp_path):
+    (tmp_path / "out").symlink_to("gone")
+    with refused(OutputError, str(tmp_path / "out"), "is a link to what is not there", dst=tmp_path / "gone"):
+        lazymerge.merge(src, tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", [".lazymerge/journal.jsonl", ".lazymerge/partial.json", ".lazymerge-ended"])
+@pytest.mark.parametrize("kind", ["folder", "pipe"])
+def test_a_journal_that_is_no_file(src, tmp_path, name, kind):
+    path = tmp_path / "out" / name
+    path.parent.mkdir(parents=True)
+    path.mkdir() if kind == "folder" else os.mkfifo(path)
+    with refused(OutputError, f"{path}: is no plain file", "remove it", dst=tmp_path / "none"):
+        lazymerge.merge(src, tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", [".lazymerge", ".lazymerge/lock"])
+def test_what_is_in_the_way_is_named(src, tmp_path, name):
+    path = tmp_path / "out" / name
+    path.parent.mkdir(parents=True)
+    path.write_text("x") if name == ".lazymerge" else path.mkdir()
+    with refused(OutputError, f"{path}:", "remove what is there", dst=tmp_path / "none"):
+        lazymerge.merge(src, tmp_path / "out")
+
+
+def test_a_config_that_is_read_is_not_replaced(src, tmp_path):
+    """Not even where it lies as that of an earlier stage does."""
+    out = tmp_path / "out"
+    given = out / "huggingface"
+    lazymerge.merge(src, out, stage="merge")
+    (given / "config.json").write_text('{"model_type": "x"}')
+    for kwargs in ({}, {"stage": "merge"}):
+        with refused(OutputError, "config.json: is read for the result", dst=tmp_path / "none"):
+            lazymerge.merge(src, out, hf_config=given, overwrite=True, **kwargs)
+    assert (given / "config.json").read_text() == '{"model_type": "x"}'
+
+
+def test_what_was_understood_is_what_is_written(src, tmp_path, monkeypatch):
+    """config.json changes while the weights are written."""
+    config = src / "config.json"
+    config.write_text('{"model_type": "x", "num_attention_heads": 4}')
+    write = api.write_file
+
+    def changing(*arguments, **options):
+        config.write_text('{"model_type": "x", "num_attention_heads": 8}')
+        write(*arguments, **options)
+
+    monkeypatch.setattr(api, "write_file", changing)
+    lazymerge.merge(src, tmp_path / "out")
+    assert json.loads((tmp_path / "out/config.json").read_text())["num_attention_heads"] == 4
 
 
 def test_below_a_file(src, tmp_path):

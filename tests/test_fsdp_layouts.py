@@ -65,7 +65,7 @@ def notes_on(name: str) -> list[str]:
             "base_model_name_or_path of the adapter is null:"
             " neither config.json nor a --lora-config names it",
             "the adapter 'default' is written with use_rslora false, which its files do not record;"
-            " --lora-config has the word of the training",
+            " --lora-config takes the settings of the training",
         ]
     return []
 

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import lazymerge
+from lazymerge import api
 from lazymerge.errors import InconsistentCheckpoint, OutputError
 from tests.checks import assert_same_model, refused
 
@@ -29,6 +30,24 @@ def src(source, tmp_path) -> Path:
 
 def part(src: Path, out: Path, **options: object) -> lazymerge.MergeReport:
     return lazymerge.merge(src, out, include="lora_*", check_copies=False, **options)
+
+
+def test_another_merge_in_the_meantime(src: Path, source, out: Path, tmp_path: Path, monkeypatch):
+    """A part is kept only if it is still that of this source when the merge begins."""
+    other = source(tmp_path / "other", {name: tensor + 1 for name, tensor in TRUTH.items()}, {})
+    part(src, out)
+    held = api.held
+
+    def overtaken(*arguments: object, **options: object) -> object:
+        found = held(*arguments, **options)
+        monkeypatch.setattr(api, "held", held)
+        part(other, out, overwrite=True)
+        return found
+
+    monkeypatch.setattr(api, "held", overtaken)
+    with pytest.raises(OutputError, match="is not the file any more"):
+        lazymerge.merge(src, out)
+    assert_same_model(out, {name: tensor + 1 for name, tensor in LORA.items()})
 
 
 def test_a_part_is_there_under_its_names(src: Path, out: Path):

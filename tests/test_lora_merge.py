@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import lazymerge
 from lazymerge.cli import cli
-from lazymerge.errors import BudgetError, InconsistentCheckpoint, PlanError
+from lazymerge.errors import BudgetError, InconsistentCheckpoint, NotACheckpoint, PlanError
 from tests.checks import assert_same_model, assert_same_tensors, refused
 from tests.makers.peft_fsdp import PROMPT, MadeLora, peft_fsdp
 
@@ -252,7 +252,7 @@ def test_a_fold_is_called_so(made: MadeLora, out: Path):
     texts = [note.text for note in report.notes if "adapter" in note.text]
     assert texts == [
         "the adapter 'default' is folded in with use_rslora false, which its files do not record;"
-        " --lora-config has the word of the training"
+        " --lora-config takes the settings of the training"
     ]
 
 
@@ -279,3 +279,60 @@ def test_alpha_of_an_adapter_that_is_left_out_is_not_asked_for(
     assert not (out / "lora_adapter").exists()
     with refused(PlanError, "no recorded alpha", dst=out / "b"):
         lazymerge.merge(root, out / "b", exclude=["*lora_B*"])
+
+
+@pytest.mark.parametrize("lora", ["extract", "only", "fold"])
+def test_lora_of_which_ranks_differ(tmp_path: Path, lora: str):
+    src = of_two_ranks(tmp_path / "src", ["q_proj"])
+    report = lazymerge.merge(src, tmp_path / "out", lora=lora, fsdp_version=2)
+    assert [note.text for note in report.notes if "q_proj.lora_B.weight differs between" in note.text]
+    with refused(InconsistentCheckpoint, "lora_B.weight differs between", dst=tmp_path / "strict"):
+        lazymerge.merge(src, tmp_path / "strict", lora=lora, strict=True, fsdp_version=2)
+
+
+@pytest.mark.parametrize("lora", ["only", "fold"])
+def test_lora_of_two_runs(tmp_path: Path, out: Path, lora: str):
+    """All three tensors that both ranks have are others."""
+    src = of_two_ranks(tmp_path / "src", ["q_proj", "k_proj", "v_proj"])
+    with refused(InconsistentCheckpoint, "it is of another save", dst=out):
+        lazymerge.merge(src, out, lora=lora, fsdp_version=2)
+
+
+def of_two_ranks(folder: Path, modules: list[str]) -> Path:
+    """Rank files with LoRA on these modules; the second has lora_B alone, with other values."""
+    state: dict[str, torch.Tensor] = {}
+    other: dict[str, torch.Tensor] = {}
+    for module in modules:
+        name = f"base_model.model.model.layers.0.self_attn.{module}"
+        state[f"{name}.base_layer.weight"] = torch.randn(6, 5)
+        state[f"{name}.lora_A.default.weight"] = torch.randn(2, 5)
+        state[f"{name}.lora_B.default.weight"] = torch.randn(6, 2)
+        other[f"{name}.lora_B.default.weight"] = state[f"{name}.lora_B.default.weight"] + 1
+    folder.mkdir()
+    torch.save(state, folder / "model_world_size_2_rank_0.pt")
+    torch.save(other, folder / "model_world_size_2_rank_1.pt")
+    (folder / "lora_train_meta.json").write_text(json.dumps({"r": 2, "lora_alpha": 16}))
+    return folder
+
+
+@pytest.mark.parametrize("weight", ["0,5", "abc", "1_0", ""])
+def test_what_is_no_weight(made: MadeLora, tmp_path: Path, out: Path, weight: str):
+    lazymerge.merge(made.root, tmp_path / "parts")
+    adapter = tmp_path / "parts/lora_adapter"
+    with refused(PlanError, f"{weight!r} is no weight", dst=out):
+        lazymerge.merge(tmp_path / "parts", out, adapter=f"{adapter}={weight}")
+    with refused(NotACheckpoint, f"nothing={weight}", dst=out):
+        lazymerge.merge(tmp_path / "parts", out, adapter=f"{tmp_path}/nothing={weight}")
+
+
+def test_lora_beside_a_base_with_another_adapter_in_it(made: MadeLora, tmp_path: Path, out: Path):
+    lazymerge.merge(made.root, tmp_path / "parts")
+    adapter = str(tmp_path / "parts/lora_adapter")
+
+    def told(**options: Any) -> list[str]:
+        report = lazymerge.merge(made.root, out, adapter=adapter, overwrite=True, **options)
+        return [n.text for n in report.notes if n.level == "warning" and "was trained on a base" in n.text]
+
+    (text,) = told()
+    assert text.startswith(f"lora_adapter/ was trained on a base without {adapter}")
+    assert told(lora="fold") == told(exclude=["lora_adapter/*"]) == []

@@ -642,6 +642,21 @@ def test_a_family_of_the_users_own(tmp_path):
     assert load_family("qwen3").name == "qwen3"
 
 
+def test_a_family_that_is_not_the_models_is_noted(tmp_path):
+    """The example of the page, on a Llama: it is of another model type, and its rule fits nothing."""
+    page = (Path(__file__).parents[1] / "docs" / "megatron.md").read_text()
+    (example,) = re.findall(r"```python\n(from.*?)```", page, re.DOTALL)
+    told = notes(converted(llama(), family=load_family(own(tmp_path, example))))
+    assert told == [
+        "the family my_model is for model_type my_model, config.json says 'llama'",
+        "my_model: no tensor of the checkpoint fits decoder.layers.{L}.self_attention.gate.weight",
+    ]
+    gates = {f"decoder.layers.{layer}.self_attention.gate.weight": numbered(4, 2) for layer in range(LAYERS)}
+    config = {**LLAMA, "model_type": "my_model"}
+    assert notes(converted(llama() | gates, config, family=load_family(own(tmp_path, example)))) == []
+    assert notes(converted(llama(), family=load_family("llama"))) == []
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [

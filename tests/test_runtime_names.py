@@ -38,6 +38,8 @@ from lazymerge.errors import IncompleteCheckpoint, InconsistentCheckpoint, PlanE
 from lazymerge.files.dtype import DTYPES
 from lazymerge.files.region import Region, contiguous_strides
 from lazymerge.gather import Constant, Shards, of_region
+from lazymerge.prepare import of_training
+from lazymerge.sidecars import find_sidecars
 from lazymerge.tensor import LazyTensor
 from lazymerge.tiling import check
 from tests.makers import tiny_models
@@ -303,6 +305,20 @@ def test_where_names_and_shapes_are_alike_the_version_decides(version, kind, con
     given = checkpoint_of({"w": value}, kind)
     made = converted(given, architecture, TRANSPOSING)
     assert torch.equal(read(made.gathers["w"]), value.T if converted_ else value)
+
+
+def test_a_config_that_is_given_does_not_say_what_ran(tmp_path):
+    """--hf-config may be a base model of before transformers 5; the checkpoint has its own of the run."""
+    base, own = tmp_path / "base", tmp_path / "run" / "huggingface"
+    config = {"model_type": "x", "transformers_version": "4.57.1"}
+    for folder in (base, own):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(config))
+    seen = {}
+    for folder in (base, own):
+        sidecars = find_sidecars([folder, own], folder)
+        seen[folder] = of_training(sidecars, folder, [folder, own])
+    assert seen == {base: {"model_type": "x"}, own: config}
 
 
 @pytest.mark.parametrize("version", [None, 5, "main"])

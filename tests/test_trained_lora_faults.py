@@ -101,6 +101,7 @@ def state() -> State:
         (None, None, {}, 32),
         (None, None, {"lora_alpha": 16.5}, 16.5),
         (of_alpha(16), None, {"lora_alpha": 16.5}, 16.5),  # verl writes it so
+        (of_alpha(32.5), 32.5, None, 32.5),
         (of_alpha(0), 0, None, 0),
         (of_alpha(0), 12, None, 12),
         (of_alpha(0), None, {"lora_alpha": 12}, 12),
@@ -125,6 +126,9 @@ def test_alpha(tmp_path, state, meta, alpha, config, expected):
         (META, 16, None, InconsistentCheckpoint, ["--lora-alpha 16", "lora_train_meta.json has 32"]),
         (META, 0, None, InconsistentCheckpoint, ["--lora-alpha 0", "lora_train_meta.json has 32"]),
         (META, None, {"lora_alpha": 16}, InconsistentCheckpoint, ["adapter_config.json has 16", "has 32"]),
+        (META, None, {"lora_alpha": 0}, InconsistentCheckpoint, ["adapter_config.json has 0", "has 32"]),
+        (of_alpha(32.5), 32, None, InconsistentCheckpoint, ["--lora-alpha 32", "has 32.5"]),
+        ('{"lora_alpha": 16, "lora_alpha": 32}', None, None, DamagedFile, ["a key that is there twice"]),
         (None, 32, {"lora_alpha": 16}, InconsistentCheckpoint, ["--lora-alpha 32", "config.json has 16"]),
         (None, -1, None, PlanError, ["--lora-alpha -1"]),
         (None, float("nan"), None, PlanError, ["--lora-alpha nan"]),
@@ -327,6 +331,21 @@ def test_ranks_of_adapters_alone_are_asked_for(tmp_path):
     state = {name: tensor for name, tensor in peft_state("qwen3-moe", **fields).items() if "lora_" in name}
     folder = write(tmp_path, state)
     refused(UnsupportedCheckpoint, "LoRA on parameters", call=lambda: opened(folder))
+
+
+def test_one_alpha_for_several_ranks_is_not_guessed(tmp_path):
+    """Where ranks have patterns, alpha may have them too."""
+    fields = {"rank_pattern": {"down_proj": 4}}
+    folder = write(tmp_path / "checkpoint", peft_state(**fields))
+    refused(PlanError, "several ranks", "alpha_pattern", call=lambda: opened(folder, LoraOptions("fold")))
+    for mode in ("extract", "only"):
+        warnings = [n for n in opened(folder, LoraOptions(mode)).base.notes if n.level == "warning"]
+        assert any("the alpha 32 for all: alpha_pattern is not recorded" in note.text for note in warnings)
+    path = given(tmp_path / "given", alpha_pattern={"down_proj": 5}, **fields)
+    for mode in ("extract", "only", "fold"):
+        done = opened(folder, LoraOptions(mode, config=path))
+        assert done.adapters[0].config["alpha_pattern"] == {"down_proj": 5}
+        assert not [note for note in done.base.notes if note.level == "warning"]
 
 
 def test_a_model_that_peft_was_injected_into(make):

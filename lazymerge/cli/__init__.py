@@ -10,6 +10,7 @@ Nothing heavy is imported before a command runs: `lazymerge --help` has to be in
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from collections.abc import Iterator
@@ -90,4 +91,6 @@ def cli(context: click.Context) -> None:
 cli.add_command(merge)
 cli.add_command(upload)
 cli.add_command(verify)
-cli.add_command(verify, "test")
+test = copy.copy(verify)
+test.short_help = "verl's name of verify."
+cli.add_command(test, "test")

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from lazymerge.cli.failures import failures_told
-from lazymerge.cli.options import FOLDER, Command, examples, print_json, talk_options
+from lazymerge.cli.options import FOLDER, Command, Grouped, examples, print_json, talk_options
 from lazymerge.display import logged, printable, progress_shown
 
 
@@ -25,7 +25,11 @@ def hub_options(command: Command) -> Command:
     return command
 
 
-@click.command(epilog=examples("upload model/ my-org/my-model --private"))
+@click.command(
+    cls=Grouped,
+    short_help="Upload a verified result to the Hugging Face Hub.",
+    epilog=examples("upload model/ my-org/my-model --private"),
+)
 @click.argument("folder", type=FOLDER)
 @click.argument("repository", metavar="ORG/NAME")
 @hub_options
@@ -39,7 +43,7 @@ def upload(
     at once.
     """
     level = log_level or ("error" if quiet else "warning")
-    with failures_told(as_json, level == "debug"), logged(level):
+    with failures_told(as_json, level == "debug"), logged(level, quiet):
         from lazymerge import api
 
         with progress_shown(quiet) as on_progress:

@@ -11,7 +11,15 @@ import click
 from lazymerge.cli import verl
 from lazymerge.cli.failures import failures_told
 from lazymerge.cli.hub import hub_options
-from lazymerge.cli.options import FOLDER, NAME_OR_PATH, examples, print_json, reading_options, talk_options
+from lazymerge.cli.options import (
+    FOLDER,
+    NAME_OR_PATH,
+    Grouped,
+    examples,
+    print_json,
+    reading_options,
+    talk_options,
+)
 from lazymerge.display import logged, progress_shown, report_lines
 
 UNCHANGED = 4
@@ -19,6 +27,8 @@ UNCHANGED = 4
 
 
 @click.command(
+    cls=Grouped,
+    short_help="Merge a checkpoint into a Hugging Face model.",
     epilog=examples(
         "merge checkpoints/global_step_100 model/",
         "merge checkpoints/global_step_100 model/ --dry-run",
@@ -27,7 +37,7 @@ UNCHANGED = 4
         "merge megatron/iter_0000100 model/ --hf-config Qwen3-30B-A3B/",
         "merge Qwen3-8B/ model/ --adapter my-lora/ --verify",
         "merge node0/actor node1/actor model/ --json | jq .peak",
-    )
+    ),
 )
 @click.argument("paths", metavar="SRC... DST", nargs=-1, type=FOLDER)
 @click.option("--dtype", metavar="TYPE", help="Cast the weights, for example to bfloat16.  [default: keep]")
@@ -50,7 +60,7 @@ UNCHANGED = 4
 @click.option(
     "--force-shape-match",
     is_flag=True,
-    help="Megatron: crop or zero-pad what differs in size from config.json; each tensor is reported.",
+    help="Crop or zero-pad what differs in size from config.json; each tensor is reported.",
 )
 @click.option(
     "--check/--no-check",
@@ -62,7 +72,7 @@ UNCHANGED = 4
     "--backfill",
     metavar="DIR",
     type=FOLDER,
-    help="Megatron: a folder with the base model, for parts that the checkpoint lacks: a vision tower, MTP.",
+    help="A folder with the base model, for parts that the checkpoint lacks: a vision tower, MTP.",
 )
 @click.option(
     "--lora",
@@ -72,7 +82,7 @@ UNCHANGED = 4
     help="LoRA in the checkpoint: put it in lora_adapter/ beside the base, write it alone, or fold it in.",
 )
 @click.option(
-    "--lora-alpha", metavar="N", type=float, help="What LoRA was trained with; nothing is taken for it."
+    "--lora-alpha", metavar="N", type=float, help="Alpha that LoRA was trained with; there is no default."
 )
 @click.option(
     "--lora-config",
@@ -156,14 +166,14 @@ def merge(
     that stayed on their nodes. A merge that was interrupted goes on when it is given again.
     """
     src, dst = verl.places(paths, local_dir, target_dir)
-    options["hf_config"] = verl.config_folder(hf_config, hf_model_path)
     options["overwrite"] = local_dir is not None or target_dir is not None if overwrite is None else overwrite
     if verl.is_idle_rank():
         return
     level = log_level or ("error" if quiet else "warning")
-    with failures_told(as_json, level == "debug"), logged(level):
+    with failures_told(as_json, level == "debug"), logged(level, quiet):
         from lazymerge import api
 
+        options["hf_config"] = verl.config_folder(hf_config, hf_model_path)
         with progress_shown(quiet) as on_progress:
             report = api.merge(src, dst, on_progress=on_progress, **options)
         if as_json:

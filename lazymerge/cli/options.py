@@ -30,6 +30,43 @@ NAME_OR_PATH = PathType(path_type=str)
 """What may be a path, and is told apart later."""
 
 
+_HEADINGS = {
+    "Source": (
+        *("local_dir", "backend", "component", "fsdp_version", "world_size"),
+        *("hf_config", "hf_model_path", "trust_remote_code"),
+    ),
+    "Result": (
+        *("target_dir", "dtype", "include", "exclude", "max_shard_size", "output_format", "names", "stage"),
+        *("overwrite", "dry_run"),
+    ),
+    "Comparison": ("against", "atol", "rtol", "exact", "accept_rounding", "max_mismatches", "forward"),
+    "Checks": ("check", "check_copies", "strict", "verify"),
+    "LoRA": ("lora", "lora_alpha", "lora_config", "adapter", "base_only"),
+    "Megatron": (
+        *("family", "param_mapping", "tie_word_embedding", "is_value_model", "force_shape_match", "backfill"),
+    ),
+    "Hub": ("push_to_hub", "commit_message", "create_pr", "revision", "token", "private"),
+    "Resources": ("max_ram", "max_workers", "use_cpu_initialization", "low_cpu_mem_usage"),
+    "Output": ("as_json", "quiet", "log_level"),
+}
+"""Under which heading of a command's help its options are listed."""
+
+
+class Grouped(click.Command):
+    """A command whose help lists its options under headings; the last has what is under no other."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options into the help."""
+        given = [each for each in self.get_params(ctx) if isinstance(each, click.Option)]
+        options = {option.name: option.get_help_record(ctx) for option in given}
+        rest = [name for name in options if not any(name in names for names in _HEADINGS.values())]
+        for heading, names in {**_HEADINGS, "Options": rest}.items():
+            rows = [row for name in names if (row := options.get(name)) is not None]
+            if rows:
+                with formatter.section(heading):
+                    formatter.write_dl(rows, col_max=30)
+
+
 def examples(*commands: str) -> str:
     """What stands at the end of a command's help, line for line."""
     return "\n".join(["\b\nExamples:", *(f"  lazymerge {command}" for command in commands)])
@@ -74,27 +111,26 @@ def reading_options(command: Command) -> Command:
             help="Run the model code that config.json names, to know its names and shapes.",
         ),
         click.option(
-            "--is-value-model", is_flag=True, help="Megatron: the output layer is a value head: score.weight."
+            "--is-value-model", is_flag=True, help="The output layer is a value head: score.weight."
         ),
         click.option(
             "--tie-word-embedding",
             is_flag=True,
-            help="Megatron: the output layer is the embedding, whatever config.json and the files say.",
+            help="The output layer is the embedding, whatever config.json and the files say.",
         ),
         click.option(
             "--param-mapping",
             metavar="OLD:NEW|FILE",
             type=NAME_OR_PATH,
             multiple=True,
-            help="Megatron: where a tensor goes that no table knows; {} in OLD is any one part of a name, an"
+            help="Where a tensor goes that no table knows; {} in OLD is any one part of a name, an"
             " empty NEW leaves it out. FILE has one a line. Repeatable.",
         ),
         click.option(
             "--family",
             metavar="NAME|FILE",
             type=NAME_OR_PATH,
-            help="Megatron: the table of names; FILE is Python with an object FAMILY."
-            "  [default: by config.json]",
+            help="The table of names; FILE is Python with an object FAMILY.  [default: by config.json]",
         ),
         click.option(
             "--hf-config",

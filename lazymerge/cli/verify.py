@@ -11,7 +11,7 @@ import click
 
 from lazymerge.cli import verl
 from lazymerge.cli.failures import failures_told
-from lazymerge.cli.options import FOLDER, examples, print_json, reading_options, talk_options
+from lazymerge.cli.options import FOLDER, Grouped, examples, print_json, reading_options, talk_options
 from lazymerge.display import duration, logged, printable, progress_shown
 from lazymerge.errors import VerificationError
 from lazymerge.files.size import format_size
@@ -27,13 +27,15 @@ _SHOWN = 60
 
 
 @click.command(
+    cls=Grouped,
+    short_help="Compare two checkpoints, or check a result's files.",
     epilog=examples(
         "verify model/",
         "verify checkpoints/global_step_100 --against Qwen2.5-7B/ --max-mismatches 5",
         "verify model/ --against other/ --exact",
         "verify checkpoints/global_step_100 --against model-bf16/ --accept-rounding",
         "verify model/ --against other/ --forward --json | jq .forward.largest",
-    )
+    ),
 )
 @click.argument("src", metavar="A", required=False, type=FOLDER)
 @click.option(
@@ -94,13 +96,13 @@ def verify(
         raise click.MissingParameter(param_type="argument", param_hint="'A'")
     if local_dir is not None and against is None:
         raise click.MissingParameter(param_type="option", param_hint="'--test-hf-dir'")
-    options["hf_config"] = verl.config_folder(hf_config, hf_model_path)
     if verl.is_idle_rank():
         return
     level = log_level or ("error" if quiet else "warning")
-    with failures_told(as_json, level == "debug"), logged(level):
+    with failures_told(as_json, level == "debug"), logged(level, quiet):
         from lazymerge.verification import verify as run
 
+        options["hf_config"] = verl.config_folder(hf_config, hf_model_path)
         with progress_shown(quiet) as on_progress:
             report = run(one, against, on_progress=on_progress, **options)
         if as_json:
@@ -205,7 +207,8 @@ def _short(name: str) -> str:
 
 
 def _answer(report: VerifyReport) -> str:
-    took = f"in {duration(report.seconds)}, {format_size(report.peak)} of memory"
+    ended = f"{duration(report.seconds)} in all, {format_size(report.peak)} of memory"
+    took = f"in {duration(report.reading)}, {ended}"
     comparison, manifest = report.comparison, report.manifest
     if comparison is not None:
         differing = comparison.differing
@@ -224,9 +227,9 @@ def _answer(report: VerifyReport) -> str:
         return f"{said} ({format_size(comparison.nbytes)} compared {took})"
     problems = len(report.structure) + (len(manifest.problems) if manifest else 0)
     if problems:
-        return f"{problems:,} problem{'s' if problems != 1 else ''} found ({took})"
+        return f"{problems:,} problem{'s' if problems != 1 else ''} found ({ended})"
     if manifest is None:
-        return f"the files fit each other; their bytes were not checked ({took})"
+        return f"the files fit each other; their bytes were not checked ({ended})"
     return (
         f"unchanged: {manifest.files:,} files, {manifest.tensors:,} tensors"
         f" ({format_size(manifest.nbytes)} read {took})"

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import click
 
 from lazymerge.cli.options import FOLDER
+from lazymerge.errors import SourceError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -32,14 +33,18 @@ def source_options(command: Command) -> Command:
     """Options of verl's two commands that say what is read."""
     for option in (
         click.option(
-            "--low-cpu-mem-usage", is_flag=True, expose_value=False, callback=_always, help="Always so here."
+            "--low-cpu-mem-usage",
+            is_flag=True,
+            expose_value=False,
+            callback=_always,
+            help="verl's; always so here.",
         ),
         click.option(
             "--use-cpu-initialization",
             is_flag=True,
             expose_value=False,
             callback=_always,
-            help="Always so here.",
+            help="verl's; always so here.",
         ),
         click.option(
             "--hf-model-path", metavar="DIR|ORG/NAME", type=FOLDER, help="verl's name of --hf-config."
@@ -103,9 +108,9 @@ def _downloaded(path: Path) -> Path:
         return path
     if isinstance(found, str):
         return Path(found).parent
-    raise click.UsageError(
-        f"--hf-model-path {path}: no such folder, and no model in the local cache of the hub; nothing is"
-        f" downloaded here: hf download {path} --exclude '*.safetensors'"
+    raise SourceError(
+        f"--hf-model-path {path}: no such folder, and no model in the local cache of the hub",
+        f"nothing is downloaded here: hf download {path} --exclude '*.safetensors'",
     )
 
 

@@ -42,7 +42,7 @@ def backfilled(checkpoint: Checkpoint, architecture: Architecture, base: Path) -
     names = lacking(checkpoint, architecture, tensors)
     if not names:
         raise PlanError(
-            f"--backfill {base}: the checkpoint has all that is in there and of the model", "leave it away"
+            f"--backfill {base}: the checkpoint has all that is in there and of the model", "leave it out"
         )
     _refuse_quantised(tensors, names, base)
     text = f"{len(names)} tensors are those of {base}, unchanged: {_listed(names)}"
@@ -63,7 +63,7 @@ def _refuse_quantised(tensors: Mapping[str, Gather], names: Collection[str], bas
             what = f"has {scales[0]} beside it" if scales else f"is {dtype}"
             raise UnsupportedCheckpoint(
                 f"{name} in {base} {what}: quantised, and the checkpoint is not",
-                "dequantise the base first and give that folder, or leave --backfill away",
+                "dequantise the base first and give that folder, or leave out --backfill",
             )
 
 

@@ -41,6 +41,7 @@ class HubOptions:
             "force_shape_match": self.force_shape_match,
             "backfill": self.backfill,
             "names": self.names,
+            "check": self.check,
         }
 
     def named(self) -> list[str]:
@@ -100,7 +101,7 @@ def to_hub(
         if refused:
             raise PlanError(
                 f"{', '.join(refused)}: only for Megatron checkpoints, this is {checkpoint.format}",
-                "leave it away",
+                "leave it out",
             )
         if given:
             text = f"{', '.join(given)}: only for Megatron checkpoints, does nothing for {checkpoint.format}"
@@ -220,12 +221,12 @@ def _checked(
     if architecture is None and options.force_shape_match:
         raise PlanError(
             f"--force-shape-match: there are no shapes to match: {why_unknown(config)}",
-            "leave it away, or install the transformers that has it",
+            "leave it out, or install the transformers that has it",
         )
     if options.backfill is not None and (architecture is None or not options.check):
         raise PlanError(
             f"--backfill {options.backfill}: only the check of names and shapes knows what may be missing",
-            "leave --no-check away, or install the transformers that has the class of this config.json",
+            "leave out --no-check, or install the transformers that has the class of this config.json",
         )
     if architecture is not None and options.force_shape_match:
         from lazymerge.conversions.shapes import force_shapes

@@ -7,6 +7,7 @@ nobody can trust (layers without end, sizes beyond any memory) ends with that pr
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -34,6 +35,10 @@ _WAIT = 600
 _ROOT = Path(__file__).parents[2]
 
 
+log = logging.getLogger("lazymerge.waits")
+"""Told before anything that takes seconds in which nothing else is told."""
+
+
 class Contradiction(InconsistentCheckpoint):
     """config.json contradicts itself: no trainer can have built its model by it."""
 
@@ -46,6 +51,8 @@ def ask(request: dict[str, Any]) -> dict[str, Any] | None:
     more than `SECONDS`, `MEMORY` or `ANSWER`, and `PlanError` where the process cannot be run.
     """
     question = as_json(request)
+    once = "" if request.get("code") else ", once for each config.json"
+    log.info("asking transformers about %s (some seconds%s)", _class(request["config"]), once)
     with tempfile.TemporaryDirectory() as scratch:
         environment = {
             **os.environ,

@@ -41,7 +41,7 @@ def refuse_cast(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> Non
         raise PlanError(
             f"--dtype: {name} is {checkpoint.gathers[name].dtype}, quantised ({_method(config)}), and its"
             " scales have to stay as they are",
-            "leave --dtype away; to have another type, dequantise the model first",
+            "leave out --dtype; to have another type, dequantise the model first",
         )
 
 

@@ -164,9 +164,9 @@ def _ran_under_5(checkpoint: Checkpoint, architecture: Architecture, name: str) 
     if match is None:
         raise InconsistentCheckpoint(
             f"{name}: the files of {architecture.class_name} have its values in another order than the"
-            " running model, and neither its shape nor a transformers_version in config.json says which"
-            " order this is",
-            f"add to config.json the transformers_version that the trainer ran; {_KEEP}",
+            " running model, and neither its shape nor a transformers_version in the checkpoint's own"
+            " config.json says which order this is",
+            f"put the training's config.json, with its transformers_version, beside the ranks; {_KEEP}",
         )
     return int(match[1]) >= 5
 

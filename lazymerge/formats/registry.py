@@ -102,6 +102,17 @@ def open_checkpoint(sources: Sequence[str | os.PathLike[str]], options: OpenOpti
     raise _unknown(strange[0] if strange else paths[0], known_formats, options)
 
 
+def recognised(path: Path) -> str | None:
+    """The name of the first format that knows a folder at any level of a run; None if none does."""
+    for known in formats():
+        try:
+            if locate(path, ACTOR, known.recognises) is not None:
+                return known.name
+        except SourceError:  # something of its kind, which it would not open
+            return known.name
+    return None
+
+
 def _wanted(backend: str | None) -> list[Format]:
     """The formats that may be taken: all, or the one that the user names."""
     known = formats()

@@ -39,7 +39,7 @@ def refuse_idle(token: str | None, revision: str | None, create_pr: bool, commit
     }
     given = ", ".join(flag for flag, is_given in flags.items() if is_given)
     if given:
-        raise PlanError(f"{given}: nothing is uploaded", "give --push-to-hub ORG/NAME, or leave it away")
+        raise PlanError(f"{given}: nothing is uploaded", "give --push-to-hub ORG/NAME, or leave it out")
 
 
 def verified_names(folder: Path) -> list[str]:

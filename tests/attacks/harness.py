@@ -175,7 +175,8 @@ def assert_refusal(outcome: Outcome, *words: str) -> None:
     """One line that says what is wrong with all `words` in it, and one that says what to do."""
     assert_harmless(outcome)
     assert outcome.code == 2, f"exit code {outcome.code}: {outcome.stderr}"
-    lines = [line for line in outcome.stderr.splitlines() if not line.startswith("warning: ")]
+    said = ("warning: ", "asking transformers ")  # before
+    lines = [line for line in outcome.stderr.splitlines() if not line.startswith(said)]
     assert [line.partition(":")[0] for line in lines] == ["error", "hint"], outcome.stderr
     assert len(outcome.stderr) < 20_000, "a message that fills the terminal"
     for word in words:

@@ -74,7 +74,7 @@ def test_a_cache_whose_links_lead_out(attacker: Attacker) -> None:
 
 @pytest.mark.parametrize("named", [True, False])
 def test_a_cache_whose_file_is_gone(attacker: Attacker, named: bool) -> None:
-    """A file that was not copied with its link is not as good as none, in the folder that the user names too."""
+    """A link whose file was not copied is not as good as none, in the folder that the user names too."""
     src = model(attacker.src / "models--a--b" / "snapshots" / "0123")
     (attacker.src / "models--a--b" / "blobs").mkdir()
     os.symlink("../../blobs/abcd", src / "tokenizer.model")

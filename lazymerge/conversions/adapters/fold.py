@@ -130,7 +130,7 @@ class _Work:
             if not self._replaced.put(name, whole, settings, weight, summed):
                 unmatched.append(whole.name)
         for name, rows in parts.tokens.items():
-            if not self._replaced.put_rows(name, rows, settings, weight, summed):
+            if not self._replaced.put_rows(name, rows, settings, weight, summed, before):
                 unmatched.append(f"{name}.token_adapter.trainable_tokens_delta")
         own: dict[Slot, Delta] = {}
         for module, found in self._deltas(parts, settings):

@@ -43,7 +43,8 @@ class BaseNames:
         moves = {} if conversion is None else conversion.moves
         self._runtime = {each: hub for hub, each in moves.items() if isinstance(each, str)}
         moved = set() if conversion is None else conversion.runtime.keys() - self._runtime.keys()
-        self._relaid = moved - (self._names - moves.keys())
+        relaid = moved - (self._names - moves.keys())
+        self._relaid = {self._plain(each) for each in relaid}
         self._spelt: dict[str, set[str]] = defaultdict(set)
         for name in self._names:
             self._spell(name, name)
@@ -56,10 +57,10 @@ class BaseNames:
 
         One with the elements in another order than the run-time tensor's is found only if `relaid` will do.
         """
-        if name in self._relaid and not relaid:
-            return None
         if self._runtime.get(name) in self._names:
             return self._runtime[name]
+        if self._plain(name) in self._relaid and not relaid:
+            return None
         if name in self._names:
             return name
         found = self._spelt.get(self._plain(name), set())
@@ -70,6 +71,7 @@ class BaseNames:
 
         Of a module's weight, it is so too if the module has such a tensor of another name.
         """
+        name = self._plain(name)
         module = name.removesuffix("weight")
         return name in self._relaid or any(each.rpartition(".")[0] + "." == module for each in self._relaid)
 

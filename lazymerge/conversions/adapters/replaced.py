@@ -77,9 +77,18 @@ class Replaced:
         return True
 
     def put_rows(
-        self, module: str, rows: Gather, settings: Settings, weight: float, summed: Collection[str]
+        self,
+        module: str,
+        rows: Gather,
+        settings: Settings,
+        weight: float,
+        summed: Collection[str],
+        before: Collection[str],
     ) -> bool:
-        """Put rows in the place of an embedding's, and of what is tied to it; as `put`."""
+        """Put rows in the place of an embedding's, and of what is tied to it; as `put`.
+
+        `before` are the tensors whose place other adapters have taken: only the same one may do both.
+        """
         target = self._names.find(f"{module}.weight")
         if target is None:
             return False
@@ -98,7 +107,7 @@ class Replaced:
                 GIVE_ITS_BASE,
             )
         for name in self._ties.of(target):
-            if name not in self.whole:
+            if name not in self.whole or name in before:
                 self._refuse_shared(name, settings, weight, summed, "of which it has trained rows, that take")
             self.rows[name] = rows, tokens
         return True

@@ -37,9 +37,15 @@ def fold_into(
 ) -> Folded:
     """`hub` with the adapters in it, each with its weight; `config` is its config.json.
 
-    Raises as `fold` and `checked`.
+    Raises as `fold` and `checked`, and `UnsupportedCheckpoint` where a head that an adapter saved whole makes
+    a class of it that is not known.
     """
-    model = _model(config, code) if hub.architecture is not None else None
+    model = None
+    if hub.architecture is not None:
+        model = _model(config, code)
+        if model is None:  # the class was found by the tensors
+            config = {**config, "architectures": [hub.architecture.class_name]}
+            model = _model(config, code)
     known: tuple[Architecture, Conversion | None] | None = model
     if model is not None and options.names == "runtime":
         from lazymerge.conversions.runtime_names import has_runtime_names
@@ -48,7 +54,15 @@ def fold_into(
             known = (replace(model[0], tied=model[1].tied), None)
     folded = fold(hub.checkpoint, adapters, config, model=known, dtype=dtype)
     if model is not None and folded.config_changes:
-        model = _model({**config, **folded.config_changes}, code)
+        changed = {**config, **folded.config_changes}
+        model = _model(changed, code)
+        if model is None:
+            from lazymerge.conversions.architecture import why_unknown
+
+            raise UnsupportedCheckpoint(
+                f"the model with the adapter is a {changed['architectures'][0]}: {why_unknown(changed)}",
+                "merge it with PEFT's merge_and_unload, or install the transformers that has the class",
+            )
     return checked(folded, hub.checkpoint, model, names=options.names, check=options.check)
 
 

@@ -120,7 +120,7 @@ def _refuse_idle(options: LoraOptions) -> None:
     }
     flags = [flag for flag, is_given in given.items() if is_given]
     if flags:
-        raise PlanError(f"{', '.join(flags)}: there is no LoRA in this checkpoint", "leave it away")
+        raise PlanError(f"{', '.join(flags)}: there is no LoRA in this checkpoint", "leave it out")
 
 
 def recorded(checkpoint: Checkpoint) -> Path | None:

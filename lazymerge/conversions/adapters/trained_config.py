@@ -77,7 +77,7 @@ def make_config(
     notes: list[Note] = []
     modules = {clean[: m.start()] for clean, _ in names.inside.values() for m in re.finditer(r"\.", clean)}
     parameters = [clean for clean, _ in names.inside.values()]
-    _check_given(found, names, told)
+    _check_given(found, names, told, mode)
     rank = _rank(found, told)
     layers = [target.name for target in found.targets if not target.parameter]
     fields: dict[str, Any] = {
@@ -113,6 +113,12 @@ def make_config(
         notes = []  # of how it would be written
     if not told.config:
         notes.append(_note_unrecorded(found, names, mode))
+        if _has_several_ranks(found):
+            text = (
+                f"the adapter {found.name!r} has layers of several ranks and is written with the alpha"
+                f" {fields['lora_alpha']} for all: alpha_pattern is not recorded; --lora-config has it"
+            )
+            notes.append(Note("warning", text))
     notes += _promised(found, names, told, mode)
     if mode == EXTRACT and told.config.get("bias", "none") != "none":
         text = f"bias was {told.config['bias']!r}: the base is written with its biases as they were trained"
@@ -120,8 +126,8 @@ def make_config(
     return fields, notes
 
 
-def _check_given(found: Found, names: Names, told: Told) -> None:
-    """Refuse a given config that is not of these tensors."""
+def _check_given(found: Found, names: Names, told: Told, mode: str) -> None:
+    """Refuse a given config that is not of these tensors, and ask for one where they do not show enough."""
     given = told.config
     shown = {
         "use_dora": (found.dora, "magnitude vectors"),
@@ -135,12 +141,22 @@ def _check_given(found: Found, names: Names, told: Told) -> None:
                 f" {'' if there else 'no '}{what}",
                 "give the adapter_config.json of this training",
             )
-    if not names.base and not given and len({target.rank for target in found.targets}) > 1:
+    if not names.base and not given and _has_several_ranks(found):
         raise PlanError(
             f"the adapter {found.name!r} has layers of several ranks; without the base model it does not show"
             " whether some are LoRA on fused experts",
             "give --lora-config with the adapter_config.json of the training",
         )
+    if mode == FOLD and not given and _has_several_ranks(found):
+        raise PlanError(
+            f"--lora {FOLD}: the adapter {found.name!r} has layers of several ranks, and whether their"
+            " alpha is one (alpha_pattern) is not recorded",
+            "give --lora-config with the adapter_config.json of the training",
+        )
+
+
+def _has_several_ranks(found: Found) -> bool:
+    return len({target.rank for target in found.targets}) > 1
 
 
 def _promised(found: Found, names: Names, told: Told, mode: str) -> Iterator[Note]:
@@ -323,4 +339,4 @@ def _note_unrecorded(found: Found, names: Names, mode: str) -> Note:
     biases = any(clean.endswith(".bias") for clean, _ in names.inside.values())
     if biases and mode == ONLY:
         text += ", and without the biases of the base, which do not show whether they were trained"
-    return Note("info", f"{text}; --lora-config has the word of the training")
+    return Note("info", f"{text}; --lora-config takes the settings of the training")

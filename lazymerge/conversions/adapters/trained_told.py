@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from lazymerge.conversions.adapters.adapter import CONFIG
 from lazymerge.errors import DamagedFile, InconsistentCheckpoint, PlanError, UnsupportedCheckpoint
-from lazymerge.files.json_text import bounded, why
+from lazymerge.files.json_text import strict, why
 from lazymerge.files.local import LocalFile, refuse_no_file
 
 META = "lora_train_meta.json"
@@ -99,7 +99,9 @@ def _agreed(adapter: str, alpha: float | None, config: _Recorded, meta: _Recorde
             raise _contradiction(said, str(config))
         alpha, said = config.alpha, str(config)
     if meta.alpha:
-        if alpha is not None and int(alpha) != meta.alpha:
+        if alpha is None and config.alpha is not None:  # 0
+            raise _contradiction(str(config), str(meta))
+        if alpha is not None and meta.alpha not in {alpha, int(alpha)}:
             raise _contradiction(said, str(meta))
         alpha = meta.alpha if alpha is None else alpha
     if alpha is not None:
@@ -118,7 +120,7 @@ def _agreed(adapter: str, alpha: float | None, config: _Recorded, meta: _Recorde
 
 def _contradiction(one: str, other: str) -> InconsistentCheckpoint:
     return InconsistentCheckpoint(
-        f"LoRA's alpha: {one}, {other}", "find out which one is of this training, and leave the other away"
+        f"LoRA's alpha: {one}, {other}", "find out which one is of this training, and leave out the other"
     )
 
 
@@ -244,7 +246,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     if file.size > _LARGEST:
         raise DamagedFile(f"{path}: {file.size} bytes, expected at most {_LARGEST}", "this is no such file")
     try:
-        content = json.loads(bounded(file.read(0, file.size).decode()))
+        content = strict(file.read(0, file.size).decode())
     except (ValueError, RecursionError) as error:
         raise DamagedFile(f"{path}: malformed JSON ({why(error)})", "repair it, or copy it again") from None
     if not isinstance(content, dict):

@@ -121,11 +121,16 @@ def head_changes(
     """The fields that name the class and the labels of the head that was saved whole, if there is one.
 
     `whole` has the shapes of what was; `find` gives the base's name for one. Raises `UnsupportedCheckpoint`
-    where it is not known which class has such a head.
+    where it is not known which class has such a head, `InconsistentCheckpoint` where it is no matrix.
     """
     head = next((name for name in whole if ends_with(name, LABELLED)), None)
     if head is None:
         return {}
+    if len(whole[head]) < 2:
+        raise InconsistentCheckpoint(
+            f"{settings.name}: {head} has shape {whole[head]}, expected (labels, size)",
+            "copy the adapter again",
+        )
     changes: dict[str, Any] = {}
     name = _class(config)
     kinds = [kind for kind in _CLASSES.values() if name.endswith(kind)]

@@ -17,7 +17,7 @@ from lazymerge.conversions.megatron import head as heads
 from lazymerge.conversions.megatron import layouts
 from lazymerge.conversions.megatron.agree import check_agreement
 from lazymerge.conversions.megatron.complete import check_blocks, check_experts, lacking_of_layers
-from lazymerge.conversions.megatron.families import family_of
+from lazymerge.conversions.megatron.families import family_of, notes_on
 from lazymerge.conversions.megatron.family import Config, Family, Misfit
 from lazymerge.conversions.megatron.mapping import apply_mapping
 from lazymerge.conversions.megatron.mtp import check_mtp
@@ -78,11 +78,12 @@ def convert(
             "config.json: not found; Megatron's files do not say what model they hold",
             "give --hf-config DIR, the folder with the model's config.json",
         )
+    notes = [] if family is None else notes_on(family, config, checkpoint.gathers)
     family = family or family_of(config)
     try:
         text = config.get("text_config")
         known = Config(text if isinstance(text, dict) else config, config, checkpoint.settings)
-        work = _Conversion(checkpoint, known, family, force_shapes)
+        work = _Conversion(checkpoint.with_notes(*notes), known, family, force_shapes)
         return work.run(mapping, tied, value_model)
     except Misfit as error:  # of the config itself; those of a tensor are caught where its name is known
         raise PlanError(f"config.json: the conversion {error.problem}", _about(error.fields)) from None
@@ -157,7 +158,7 @@ class _Conversion:
                 raise PlanError(
                     f"{heads.OUTPUT}: a value head of {self.sources[heads.OUTPUT].shape[0]} rows, which"
                     " --tie-word-embedding would leave out",
-                    "leave --tie-word-embedding away",
+                    "leave out --tie-word-embedding",
                 )
             return heads.value_head(self.sources, self.config)
         rule = self.table.find(heads.OUTPUT)
@@ -333,7 +334,8 @@ class _Conversion:
             notes.append(Note("info", text))
         named = self.config.hf.get("num_nextn_predict_layers")
         if named and not mtp and self.table.find("mtp.layers.0.enorm.weight") is not None:
-            text = f"config.json has {named!r:.20} MTP layers (num_nextn_predict_layers), the checkpoint none"
+            layers = f"{named!r:.20} MTP layer{'' if named == 1 else 's'} (num_nextn_predict_layers)"
+            text = f"config.json has {layers}, the checkpoint none"
             notes.append(Note("info", text))
         return notes
 

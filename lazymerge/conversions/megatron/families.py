@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from lazymerge.checkpoint import Note
 from lazymerge.conversions.megatron.family import Family
-from lazymerge.conversions.megatron.table import Table
+from lazymerge.conversions.megatron.table import Table, as_tuple
 from lazymerge.errors import PlanError, UnsupportedCheckpoint
 
 _HOW = (
@@ -86,6 +87,28 @@ def load_family(spec: str | Path) -> Family:
     except (Exception, SystemExit) as error:  # whatever the user's code raises
         raise PlanError(f"--family {spec}: {_first_line(error)}", "mend the file") from None
     return _checked(getattr(module, "FAMILY", None), f"--family {spec}: FAMILY")
+
+
+def notes_on(family: Family, config: Mapping[str, Any], names: Iterable[str]) -> list[Note]:
+    """What speaks against a family that somebody chose for the checkpoint with these names.
+
+    A rule that is its own and fits nothing is probably misspelt; built-in ones are for models that differ.
+    """
+    notes = []
+    model_type = config.get("model_type")
+    if model_type not in family.model_types:
+        text = f"the family {family.name} is for model_type {' and '.join(family.model_types) or 'none'}"
+        notes.append(Note("info", f"{text}, config.json says {model_type!r:.60}"))
+    known = [rule for each in families().values() for rule in each.rules]
+    table = Table(family.rules)
+    fitting = {each for name in names if (match := table.find(name)) for each in match.rule.megatron}
+    for rule in family.rules:
+        templates = as_tuple(rule.megatron)
+        if rule not in known and not fitting & {
+            each.replace("{p}", kind) for each in templates for kind in ("weight", "bias")
+        }:
+            notes.append(Note("info", f"{family.name}: no tensor of the checkpoint fits {templates[0]}"))
+    return notes
 
 
 def is_file(path: Path) -> bool:

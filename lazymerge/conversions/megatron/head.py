@@ -44,7 +44,7 @@ def is_value_head(gathers: Mapping[str, Gather], config: Config, value_model: bo
     if value_model and output is None:
         raise IncompleteCheckpoint(
             f"{OUTPUT}: not in the checkpoint, expected the value head",
-            "leave --is-value-model away, or give the critic's checkpoint",
+            "leave out --is-value-model, or give the critic's checkpoint",
         )
     if output is None or len(output.shape) != 2:
         return False
@@ -52,7 +52,7 @@ def is_value_head(gathers: Mapping[str, Gather], config: Config, value_model: bo
     if value_model and rows >= vocabulary:
         raise PlanError(
             f"{OUTPUT}: {rows} rows, as for a vocabulary of {vocabulary}; a value head has one",
-            "leave --is-value-model away, or give the critic's checkpoint",
+            "leave out --is-value-model, or give the critic's checkpoint",
         )
     return bool(value_model) or (rows < vocabulary and rows in {1, _labels(config)})
 
@@ -154,7 +154,7 @@ def _token_classification(config: Config) -> str:
 
 def _label_names(count: int) -> dict[str, Any]:
     if count > _MOST_LABELS:
-        raise PlanError(f"{OUTPUT}: {count} rows, expected a value head", "leave --is-value-model away")
+        raise PlanError(f"{OUTPUT}: {count} rows, expected a value head", "leave out --is-value-model")
     return {
         "id2label": {str(index): f"LABEL_{index}" for index in range(count)},
         "label2id": {f"LABEL_{index}": index for index in range(count)},

@@ -84,25 +84,26 @@ class Table:
 def _expanded(rules: tuple[Rule, ...]) -> Iterator[Rule]:
     """The rules with ``{p}`` written out."""
     for rule in rules:
-        names = (*_as_tuple(rule.megatron), *_as_tuple(rule.hf))
+        names = (*as_tuple(rule.megatron), *as_tuple(rule.hf))
         if not any("{p}" in name for name in names):
             yield rule
             continue
         for kind in ("weight", "bias"):
             yield Rule(
-                tuple(name.replace("{p}", kind) for name in _as_tuple(rule.megatron)),
-                tuple(name.replace("{p}", kind) for name in _as_tuple(rule.hf)),
+                tuple(name.replace("{p}", kind) for name in as_tuple(rule.megatron)),
+                tuple(name.replace("{p}", kind) for name in as_tuple(rule.hf)),
                 rule.layout,
                 rule.dropped,
             )
 
 
-def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
+def as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    """A rule's names, one or several."""
     return (names,) if isinstance(names, str) else names
 
 
 def _compiled(index: int, rule: Rule) -> CompiledRule:
-    megatron, hf = _as_tuple(rule.megatron), _as_tuple(rule.hf)
+    megatron, hf = as_tuple(rule.megatron), as_tuple(rule.hf)
     strange = [name for name in (*megatron, *hf) if set("{}") & set(_PLACEHOLDER.sub("", name))]
     if strange:
         raise ValueError(f"{strange[0]}: a placeholder is one letter in braces, or {{p}}")
