@@ -39,6 +39,9 @@ import numpy, huggingface_hub
 from huggingface_hub import split_state_dict_into_shards_factory
 data = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData")) * 1024
 room = arguments.pop("room")
+if arguments.pop("addresses"):
+    size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + room, size + room))
 resource.setrlimit(resource.RLIMIT_DATA, (data + room, data + room))
 read = lambda: int(open("/proc/self/io").readline().split()[1])
 before, read_before = resident(), read()
@@ -55,9 +58,14 @@ print(json.dumps({"grown": peak - before, "peak": peak, "told": report.peak, "to
 """
 
 
-def merge_limited(room: int = ROOM, torch: bool = False, **arguments) -> dict[str, Any]:
-    """Merge in a process whose data segment may grow by `room` bytes only; what it measured of itself."""
-    text = json.dumps({**arguments, "room": room, "torch": torch}, default=str)
+def merge_limited(
+    room: int = ROOM, torch: bool = False, addresses: bool = False, **arguments
+) -> dict[str, Any]:
+    """Merge in a process whose data segment may grow by `room` bytes only; what it measured of itself.
+
+    With `addresses` its address space may not grow by more either, mapped files and stacks included.
+    """
+    text = json.dumps({**arguments, "room": room, "torch": torch, "addresses": addresses}, default=str)
     done = subprocess.run([sys.executable, "-c", LIMITED, text], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(json.loads(done.stdout))
@@ -75,6 +83,14 @@ def rows(tmp_path_factory):
     rows, columns = torch.randn(1 << 14, 1 << 12), torch.randn(1 << 13, 1 << 12)
     entries = {"rows": (rows, (Shard(0),)), "columns": (columns, (Shard(1),))}
     return dtensors(tmp_path_factory.mktemp("rows"), (("fsdp", 2),), entries)
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_addresses_are_not_spent_on_whole_files(rows, tmp_path, dtype):
+    """Tensors of 256 MB with 192 MB of addresses, of which the heap of each thread takes 64 MB."""
+    merge_limited(room=192 << 20, addresses=True, src=rows.root, dst=tmp_path / "out", dtype=dtype)
+    for name, truth in rows.truth.items():
+        assert torch.equal(read(tmp_path / "out", name), truth.to(torch.bfloat16) if dtype else truth)
 
 
 @pytest.mark.parametrize("output_format", ["safetensors", "bin"])
