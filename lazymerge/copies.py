@@ -50,7 +50,7 @@ def check_copies(checkpoint: Checkpoint, names: Collection[str], strict: bool, m
         if count == compared[one, other] >= OF_TWO_RUNS:
             raise InconsistentCheckpoint(
                 f"{other}: differs from {one} in all {count} tensors that both hold: it is of another save",
-                "bring together the files of one save, or merge with --no-check-copies if it is one",
+                "bring together the files of one save; --no-check-copies merges them as they are",
             )
     log.debug("checked %d copies that ranks share, %d tensors differ", compared.total(), len(notes))
     return checkpoint.with_notes(*notes.values())

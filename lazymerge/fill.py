@@ -154,6 +154,11 @@ def _split(
             yield target[at : at + size], part
 
 
+def alike(one: Gather, other: Gather) -> bool:
+    """Whether both have one shape, one type and the same bytes."""
+    return one.shape == other.shape and one.dtype is other.dtype and equal(one, other)
+
+
 def equal(one: Gather, other: Gather, limit: int = 4 << 20) -> bool:
     """Whether two gathers of one shape and dtype hold the same bytes; reads them in blocks of `limit` bytes.
 

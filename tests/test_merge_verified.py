@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import lazymerge
+from lazymerge import reread, verification
 from lazymerge.errors import InconsistentCheckpoint, VerificationError
 from lazymerge.output import Destination
 from tests.checks import assert_same_model, refused, tree
@@ -68,6 +69,29 @@ def test_what_the_disk_gives_back_is_what_counts(src: Path, out: Path, monkeypat
         lazymerge.merge(src, out, verify=True)
     _, _, expected = caught.value.problem.rpartition("expected ")
     assert float(expected.split()[0].rstrip(",;)")) == pytest.approx(float(TRUTH["layers.5.weight"][-1, -2]))
+    assert not (out / MANIFEST).exists()
+
+
+@pytest.mark.parametrize(
+    ("module", "run"),
+    [
+        (reread, lambda src, out: lazymerge.merge(src, out, verify=True, overwrite=True)),
+        (verification, lambda src, out: lazymerge.verify(src, against=out)),
+    ],
+)
+def test_a_source_that_changes_while_it_is_compared(src: Path, out: Path, monkeypatch, module, run):
+    """What was compared is then not what is there."""
+    lazymerge.merge(src, out)
+    compare = module.compare
+
+    def changing(*args: object, **kwargs: object) -> object:
+        found = compare(*args, **kwargs)
+        os.utime(src / "pytorch_model.bin", ns=(1, 1))
+        return found
+
+    monkeypatch.setattr(module, "compare", changing)
+    with pytest.raises(InconsistentCheckpoint, match="has changed"):
+        run(src, out)
     assert not (out / MANIFEST).exists()
 
 

@@ -112,8 +112,8 @@ def note_lacking(checkpoint: Checkpoint, architecture: Architecture, folders: Co
     for folder in folders:
         if (folder / INDEX).is_file():
             names = lacking(checkpoint, architecture, read_index(folder))
-            if not names:
-                return checkpoint
+            if not names:  # perhaps the result of a merge, beside the source's config
+                continue
             text = (
                 f"{len(names)} tensors that {folder / INDEX} lists are not in the checkpoint, so not in the"
                 f" result: {_listed(names)}; --backfill {folder} copies them"

@@ -15,8 +15,7 @@ from typing import Any
 
 from lazymerge.checkpoint import Checkpoint, Note
 from lazymerge.conversions.architecture import tied_together
-from lazymerge.fill import equal
-from lazymerge.gather import Gather
+from lazymerge.fill import alike
 
 
 def tied_once(checkpoint: Checkpoint, tied: Mapping[str, str], class_name: str) -> Checkpoint:
@@ -33,7 +32,7 @@ def tied_once(checkpoint: Checkpoint, tied: Mapping[str, str], class_name: str) 
         if not present:
             continue
         kept, *rest = present
-        differing = [name for name in rest if not _same(gathers[name], gathers[kept])]
+        differing = [name for name in rest if not alike(gathers[name], gathers[kept])]
         left_out |= {
             name: f"tied to {kept if differing else saved}, which holds the same values"
             for name in rest
@@ -57,7 +56,3 @@ def tied_in(model: Any, names: Container[str]) -> dict[str, str]:
     """What a model of transformers ties of these tensors: run-time name -> the one that it is tied to."""
     ties = getattr(model, "all_tied_weights_keys", {})  # some models of a part never set it
     return {one: other for one, other in ties.items() if one != other and one in names and other in names}
-
-
-def _same(one: Gather, other: Gather) -> bool:
-    return one.shape == other.shape and one.dtype is other.dtype and equal(one, other)

@@ -18,8 +18,7 @@ from typing import Any
 from lazymerge.checkpoint import Checkpoint, Note
 from lazymerge.conversions.architecture import expected
 from lazymerge.errors import DamagedFile, LazymergeError, PlanError
-from lazymerge.fill import equal
-from lazymerge.gather import Gather
+from lazymerge.fill import alike
 
 FLAG = "tie_word_embeddings"
 HEADS = ("lm_head.weight", "embed_out.weight")
@@ -55,7 +54,7 @@ def tie(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> Checkpoint:
     outermost = min(name.count(".") for name in embeddings)  # a loader ties to the model's, not to a part's
     embeddings = [name for name in embeddings if name.count(".") == outermost]
     for name in embeddings:
-        if _same(gathers[name], gathers[head]):
+        if alike(gathers[name], gathers[head]):
             kept = {other: gather for other, gather in gathers.items() if other != head}
             return checkpoint.with_gathers(
                 kept, left_out={head: f"tied to {name}, which holds the same values"}
@@ -102,7 +101,3 @@ def _flag(config: Mapping[str, Any]) -> bool | None:
 
 def _ends_with(name: str, endings: tuple[str, ...]) -> bool:
     return any(name == ending or name.endswith(f".{ending}") for ending in endings)
-
-
-def _same(one: Gather, other: Gather) -> bool:
-    return one.shape == other.shape and one.dtype is other.dtype and equal(one, other)

@@ -131,10 +131,14 @@ class Hub:
         """What `call` returns; a connection that is silent for too long counts as lost."""
         from huggingface_hub import get_session
 
-        session = get_session()
-        if session.timeout.read is None:
+        session = get_session()  # which others in this process use too
+        before = session.timeout
+        if before.read is None:
             session.timeout = self.timeout
-        return call(*args, **kwargs)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            session.timeout = before
 
     def explained(self, doing: str, error: Exception) -> LazymergeError:
         """What the user is told of a failure."""

@@ -168,7 +168,8 @@ class _Work:
         self, adapter: Adapter, weight: float, summed: Collection[str], replaced: Collection[str]
     ) -> Iterator[Note]:
         """What becomes of the adapter, and whether it has been taken in before."""
-        text = f"{adapter.name}: folded into {len({*summed, *replaced})} tensors"
+        count = len({*summed, *replaced})
+        text = f"{adapter.name}: folded into {count} tensor{'' if count == 1 else 's'}"
         if weight != 1:
             text += f" with the weight {weight:g}"
         if replaced:

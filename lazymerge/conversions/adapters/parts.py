@@ -26,7 +26,7 @@ from lazymerge.errors import (
     InconsistentCheckpoint,
     UnsupportedCheckpoint,
 )
-from lazymerge.fill import equal
+from lazymerge.fill import alike
 from lazymerge.gather import Gather
 from lazymerge.lowrank import FLOATS
 
@@ -167,12 +167,8 @@ def _add_whole(parts: Parts, adapter: Adapter, name: str, plain: str, gather: Ga
     before = parts.whole.get(clean)
     if before is None or ".original_module." in before.name:
         parts.whole[clean] = Whole(gather, name)
-    elif ".original_module." not in plain and not _equal(before.gather, gather):
+    elif ".original_module." not in plain and not alike(before.gather, gather):
         raise _double(adapter, name)
-
-
-def _equal(one: Gather, other: Gather) -> bool:
-    return one.shape == other.shape and one.dtype is other.dtype and equal(one, other)
 
 
 def _set_once(found: dict[str, Any], key: str, value: Any, adapter: Adapter, name: str) -> None:

@@ -7,12 +7,13 @@ from collections.abc import Collection, Mapping, Sequence
 from lazymerge.conversions.adapters.names import BaseNames
 from lazymerge.conversions.adapters.parts import Whole
 from lazymerge.conversions.adapters.settings import Settings
-from lazymerge.conversions.adapters.sums import alike, with_rows
+from lazymerge.conversions.adapters.sums import with_rows
 from lazymerge.conversions.adapters.tied import Ties
 from lazymerge.conversions.adapters.vocabulary import may_grow
 from lazymerge.conversions.dtypes import Wanted, cast
 from lazymerge.errors import InconsistentCheckpoint, PlanError, UnsupportedCheckpoint
 from lazymerge.files.dtype import DTYPES
+from lazymerge.fill import alike
 from lazymerge.gather import Gather
 from lazymerge.lowrank import FLOATS
 

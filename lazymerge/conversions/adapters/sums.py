@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lazymerge.files.dtype import DType
-from lazymerge.fill import equal
+from lazymerge.fill import alike
 from lazymerge.gather import Gather, cat
 from lazymerge.lowrank import Term, add_products
 
@@ -35,11 +35,6 @@ def same(one: Sum, other: Sum) -> bool:
             for first, second in zip(one.terms, other.terms, strict=True)
         )
     )
-
-
-def alike(one: Gather, other: Gather) -> bool:
-    """Whether both have one shape, one type and the same bytes."""
-    return one.shape == other.shape and one.dtype is other.dtype and equal(one, other)
 
 
 def with_rows(base: Gather, rows: Gather, tokens: tuple[int, ...]) -> Gather:

@@ -32,7 +32,7 @@ from lazymerge.conversions.adapters.trained_told import (
 )
 from lazymerge.conversions.tying import HEADS
 from lazymerge.errors import InconsistentCheckpoint, PlanError
-from lazymerge.fill import equal
+from lazymerge.fill import alike
 from lazymerge.gather import Gather
 
 __all__ = ["BASE", "EXTRACT", "FOLD", "ONLY", "LoraOptions", "Split", "recorded", "split"]
@@ -141,7 +141,7 @@ def _own_parts(adapter: str, names: Names, checkpoint: Checkpoint, left_out: dic
         if f"{part.module}.weight".endswith(HEADS) and len(rows) > 1:
             first = next(other for other in rows if other is not part)
             one, other = checkpoint.gathers[part.source], checkpoint.gathers[first.source]
-            if one.shape == other.shape and one.dtype is other.dtype and equal(one, other):
+            if alike(one, other):
                 parts.remove(part)
                 left_out[part.source] = f"tied to {first.source}, which holds the same values"
     return parts
