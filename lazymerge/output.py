@@ -127,6 +127,8 @@ class Destination:
             ) from error
         if not is_file(place, identity):  # another merge has published in the meantime
             place.unlink()
+            if not self.finished:
+                self._journal.unlink()  # nothing was begun
             raise OutputError(
                 f"{path}: is not the file any more that it was when this merge was planned",
                 "run the same command again when no other merge writes there",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ import lazymerge
 from lazymerge import cli
 from tests.checks import assert_same_model, tied_away, tree
 from tests.makers.layout import Made, copy_of
+from tests.test_megatron_samples import as_megatron_has_it
 
 SAMPLES = Path(__file__).parent / "data/megatron"
 
@@ -27,7 +29,7 @@ def run(*args: object) -> Result:
 
 def assert_merged(done: Result, folder: Path, made: Made) -> None:
     assert done.exit_code == 0, done.stderr
-    assert_same_model(folder, made.truth, tied_away(made))
+    assert_same_model(folder, made.hub_truth, tied_away(made))
 
 
 def test_the_command_of_the_documentation(checkpoint, tmp_path: Path):
@@ -104,6 +106,49 @@ def test_megatron(tmp_path: Path):
     )
     assert done.exit_code == 0, done.stderr
     assert_same_model(tmp_path / "out", load_file(sample / "hf/model.safetensors"))
+
+
+NOTHING = ["--use_cpu_initialization", "--low_cpu_mem_usage", "--trust-remote-code", "--private"]
+"""Flags of verl's that change no byte, here and there."""
+
+
+@pytest.mark.slow
+def test_every_layout_of_fsdp(fsdp_checkpoint: Made, tmp_path: Path):
+    """Merged, compared by `test`, and merged by stages, with all of verl's flags."""
+    made, out = fsdp_checkpoint, tmp_path / "out"
+    local = ["--backend", "fsdp", "--local_dir", made.leaf]
+    given = [*NOTHING, "--hf_model_path", made.sidecars, "--log-level", "warning"]
+    if any(".lora_" in name for name in made.truth):  # verl's own says what alpha was in a file of its own
+        given += ["--lora-alpha", "16"]
+    assert_merged(run("merge", *local, "--target_dir", out, *given), out, made)
+    done = run("test", *local, "--test_hf_dir", out, "--hf_model_path", made.sidecars)
+    assert (done.exit_code, "equal: " in done.stdout) == (0, True), done.output
+    stage = ["--stage", "merge", "--stage", "convert"]
+    assert_merged(run("merge", *local, "--target_dir", out, *given, *stage), out, made)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(path.name for path in SAMPLES.iterdir()))
+def test_every_layout_of_megatron(name: str, tmp_path: Path):
+    """With verl's flags; what the weights are tied and valued as is said where the sample is that."""
+    sample, out = SAMPLES / name, tmp_path / "out"
+    truth = as_megatron_has_it(load_file(sample / "hf/model.safetensors"))
+    config = json.loads((sample / "hf/config.json").read_text())
+    flags = ["--force-shape-match", "--param-mapping", "decoder.final_layernorm.weight:model.norm.weight"]
+    if config.get("tie_word_embeddings"):
+        flags += ["--tie-word-embedding"]
+    if (sample / "hf/value.safetensors").exists():
+        head = load_file(sample / "hf/value.safetensors")
+        del truth["lm_head.weight"]
+        truth |= {f"score.{part}": head[part] for part in ("weight", "bias")}
+        flags += ["--is-value-model"]
+    local = ["--backend", "megatron", "--local_dir", sample / "ckpt", "--hf_model_path", sample / "hf"]
+    done = run("merge", *local, "--target_dir", out, *NOTHING, *flags)
+    assert done.exit_code == 0, done.stderr
+    assert_same_model(out, truth)
+    flags = [flag for flag in flags if flag in {"--tie-word-embedding", "--is-value-model"}]
+    done = run("test", *local, "--test_hf_dir", out, *flags)
+    assert (done.exit_code, "equal: " in done.stdout) == (0, True), done.output
 
 
 def test_into_the_folder_of_config_and_tokenizer_as_verl_documents_it(checkpoint, tmp_path: Path):
