@@ -51,7 +51,7 @@ def megatron(settings: Settings) -> list[Row]:
         ]
         if place.name != "shm":
             ways.insert(1, roads.cp_sync(source))
-        rows += measured(settings, place, recipe, source, ways)
+        rows += measured(settings, place, recipe, source, ways, options=config)
         remove(place.folder / recipe.name)
     return rows
 

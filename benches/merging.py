@@ -152,10 +152,11 @@ def measured(
     ways: Sequence[Road],
     *,
     what: str | None = None,
+    options: Sequence[str] = (),
 ) -> list[Row]:
     """Each road's runs with one checkpoint in one place, one after the other and again."""
     what = what or recipe.name
     settings.tell(f"{what} in {place.name}")
-    roads.ask(source)
+    roads.ask(source, *options)
     runs = alternate(ways, place, source, settings.repeat, settings.tell)
     return [Row(what, place.name, road, recipe.nbytes, done) for road, done in runs.items()]

@@ -68,7 +68,7 @@ def spend(max_ram: int | None, workers: int, tensors: Iterable[PlannedTensor]) -
     computed = [tensor for tensor in tensors if tensor.computed]
     filled = max((tensor.buffered for tensor in tensors), default=0)
     base = resident() + SLACK
-    through = max((tensor.scratch for tensor in tensors), default=0)
+    through = max((tensor.scratch for tensor in tensors if tensor.buffered), default=0)
     costs = {block: _per_worker(min(block, filled), through, computed) for block in _blocks(bool(computed))}
     for count in range(min(workers, MOST_WORKERS), 0, -1):
         for block, cost in costs.items():

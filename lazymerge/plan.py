@@ -194,7 +194,7 @@ def planned(name: str, gather: Gather, offset: int) -> PlannedTensor:
     copied = gather.nbytes >= SMALLEST_RUN and all(run_of(piece, flat.shape)[0] for piece in pieces)
     buffered = 0 if copied else gather.nbytes
     runs = 0 if copied else long_runs_from(pieces, flat.shape)
-    through = scratch(pieces, flat.shape, buffered)
+    through = scratch(pieces, flat.shape, gather.nbytes)  # of who compares it, even if the kernel copies it
     return PlannedTensor(
         name, gather.dtype, gather.shape, offset, flat, reads, tuple(computed), buffered, runs, through
     )

@@ -127,6 +127,14 @@ def test_what_the_kernel_copies_takes_no_buffers(tensors, monkeypatch):
     assert budget.spend(10**9, 4, planned(tensors)).peak == 100 * 10**6 + budget.SLACK
 
 
+def test_what_the_kernel_copies_is_compared_through_scratch(tmp_path):
+    """Runs of 64 kB and more are copied without a buffer, and read through one where they are compared."""
+    torch.save({name: torch.zeros(8, 1 << 15) for name in "ab"}, tmp_path / "model.pt")
+    halves = lazymerge.open(tmp_path / "model.pt")
+    (plan,) = planned(torch.cat([halves["a"], halves["b"]], 1))
+    assert (plan.buffered, plan.scratch) == (0, 1 << 20)
+
+
 def test_a_sum_over_columns_takes_rows_of_its_operand(tensors):
     (plan,) = planned(tensors.sum(1))
     (computed,) = plan.computed
