@@ -189,9 +189,15 @@ def merge(
     identity = {"lazymerge": lazymerge.__version__, **options.identity(), "fsdp_version": fsdp_version}
     identity |= {"config": prepared.config, "adapters": prepared.told}
     refuse_adapter_in(folder, prepared)
-    whole_model = CONVERT in stages and bool(prepared.checkpoint.gathers)
-    found = prepared.checkpoint, prepared.beside, linked, prepared.sidecars
-    place = place_for(folder, sources, *found, whole=whole_model)
+    place = place_for(
+        folder,
+        sources,
+        prepared.checkpoint,
+        prepared.beside,
+        linked,
+        prepared.sidecars,
+        whole=CONVERT in stages and bool(prepared.checkpoint.gathers),
+    )
     kept = held(folder, identity, sources_of(prepared.checkpoint.files), overwrite=overwrite)
     if kept:
         prepared = grown(prepared, kept, parse_size(max_shard_size))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,14 +76,18 @@ def spend(max_ram: int | None, workers: int, tensors: Iterable[PlannedTensor]) -
             if peak <= budget:
                 return _with_long_runs(Spending(count, block, block, peak), budget, base, tensors)
     least = base + costs[SMALLEST_BLOCK]
-    culprit = ""
+    told = f"{base // 10**6} MB of them are the interpreter and the plan"
     if computed:
         costliest = max(computed, key=lambda tensor: _extra(tensor, SMALLEST_BLOCK))
-        culprit = f"; {costliest.name} alone takes {_megabytes(_extra(costliest, SMALLEST_BLOCK))}"
-    raise BudgetError(
-        f"a budget of {budget // 10**6} MB is too small: this merge takes at least {_megabytes(least)}"
-        f" ({base // 10**6} MB of them are the interpreter and the plan{culprit})",
-        f"give --max-ram {-(-(least + DIFFERS) // 10**6)}MB or more",
+        told += f"; {costliest.name} alone takes {_megabytes(_extra(costliest, SMALLEST_BLOCK))}"
+    raise too_small(budget, "this merge", least, told)
+
+
+def too_small(budget: int, what: str, least: int, told: str) -> BudgetError:
+    """The error that `what` takes `least` bytes; `told` says of them what they are for."""
+    return BudgetError(
+        f"a budget of {budget // 10**6} MB is too small: {what} takes at least {_megabytes(least)} ({told})",
+        f"give --max-ram {_megabytes(least + DIFFERS).replace(' ', '')} or more",
     )
 
 
@@ -98,9 +102,10 @@ def _blocks(computing: bool) -> Iterator[int]:
 def _with_long_runs(spent: Spending, budget: int, base: int, tensors: list[PlannedTensor]) -> Spending:
     """With the largest blocks for scattered tensors that what is left of the budget allows."""
     scattered = LARGEST_SCATTERED_BLOCK
+    kept = _by_kind((tensor for tensor in tensors if tensor.computed), spent.block)
     tensors = [tensor for tensor in tensors if tensor.long_runs_from > spent.block]
     while tensors and scattered > spent.block:
-        most = max(_of_scattered(tensor, spent.block, scattered) for tensor in tensors)
+        most = max(_of_scattered(tensor, spent.block, scattered, kept) for tensor in tensors)
         peak = max(spent.peak, base + spent.workers * most)
         if peak <= budget:
             return Spending(spent.workers, spent.block, scattered, peak)
@@ -108,11 +113,13 @@ def _with_long_runs(spent: Spending, budget: int, base: int, tensors: list[Plann
     return spent
 
 
-def _of_scattered(tensor: PlannedTensor, block: int, scattered: int) -> int:
-    """Bytes that a worker takes for a block of a scattered tensor."""
+def _of_scattered(tensor: PlannedTensor, block: int, scattered: int, kept: Mapping[type, int]) -> int:
+    """Bytes that a worker takes for a block of a scattered tensor, with what it has `kept` of other kinds."""
     size = min(tensor.block(block, scattered), tensor.nbytes)
     computing = [source.working_set(min(size, source.size)) for source in tensor.computed]
-    return size + tensor.scratch + max(computing, default=0)
+    own = {type(source) for source in tensor.computed}
+    others = sum(nbytes for kind, nbytes in kept.items() if kind not in own)
+    return size + tensor.scratch + max(computing, default=0) + others
 
 
 def _megabytes(nbytes: int) -> str:
@@ -121,7 +128,20 @@ def _megabytes(nbytes: int) -> str:
 
 
 def _per_worker(block: int, through: int, computed: Iterable[PlannedTensor]) -> int:
-    return block + min(block, through) + max((_extra(tensor, block) for tensor in computed), default=0)
+    """Bytes for a block, for what it is read through, and for computing."""
+    return block + min(block, through) + sum(_by_kind(computed, block).values())
+
+
+def _by_kind(computed: Iterable[PlannedTensor], block: int) -> dict[type, int]:
+    """Bytes that computing the costliest tensor of each kind takes.
+
+    A worker that goes on to a tensor of another kind still has the buffers of the one before.
+    """
+    most: dict[type, int] = {}
+    for tensor in computed:
+        for kind in {type(source) for source in tensor.computed}:
+            most[kind] = max(most.get(kind, 0), _extra(tensor, block))
+    return most
 
 
 def _extra(tensor: PlannedTensor, block: int) -> int:

@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from lazymerge.boxes import Box
-from lazymerge.budget import DIFFERS, MOST_WORKERS, SLACK, default_budget, resident
+from lazymerge.budget import MOST_WORKERS, SLACK, default_budget, resident, too_small
 from lazymerge.checkpoint import Checkpoint
 from lazymerge.comparison import (
     ATOL,
@@ -189,12 +189,8 @@ def check_budget(gathers: Mapping[str, Gather], max_ram: int) -> None:
 
 
 def _too_small(budget: int, base: int, more: int, name: str) -> BudgetError:
-    least = -(-(base + more + DIFFERS) // 10**6)
-    return BudgetError(
-        f"a budget of {budget // 10**6} MB is too small: comparing {name} takes at least {least} MB"
-        f" ({base // 10**6} MB of them are the interpreter and the headers)",
-        f"give --max-ram {least}MB or more",
-    )
+    told = f"{base // 10**6} MB of them are the interpreter and the headers"
+    return too_small(budget, f"comparing {name}", base + more, told)
 
 
 class _Unit(NamedTuple):

@@ -91,6 +91,15 @@ def _copy_runs(target: NDArray[np.generic], region: Region, limit: int) -> None:
     """Copy a region of far-apart runs: a read for each, and one copy for as many as fit the limit."""
     count, width = region.shape
     run = width * region.dtype.itemsize
+    if run > limit:
+        longest = max(1, limit // region.dtype.itemsize)
+        for row in range(count):
+            for at in range(0, width, longest):
+                size = min(longest, width - at)
+                offset = region.offset + (row * region.strides[0] + at) * region.dtype.itemsize
+                part = Region(region.source, offset, region.dtype, (size,), (1,))
+                _copy(target[row, at : at + size], part, limit)
+        return
     step = region.strides[0] * region.dtype.itemsize
     together = max(1, min(count, limit // run))
     scratch = np.empty((together, width), target.dtype)

@@ -175,17 +175,19 @@ class LowRank:
         together = min(rows, _TOGETHER * self._grain())
         held: int = 2 * self._grain() * columns * self.wide.itemsize
         held += together * columns * self.base.dtype.itemsize
+        most = together * columns * self.base.dtype.itemsize  # bytes of an operand that are read at a time
         for term in self.terms:
             held += rows * term.left.shape[1] * 2 * self.wide.itemsize
+            most = max(most, rows * term.left.shape[1] * term.left.dtype.itemsize)
             if term.right is not None:
                 held += term.right.numel * 2 * self.wide.itemsize
+                most = max(most, term.right.nbytes)
         if self.magnitude is not None:
             held += 4 * self.magnitude.numel * 8
         read = [(list(operand.pieces()), operand.shape) for operand in self._operands()]
         through = max(scratch(pieces, shape, SCRATCH) for pieces, shape in read)
         inner = [source for pieces, _ in read for source in computations(pieces)]
-        wide = nbytes // self.dtype.itemsize * self.wide.itemsize
-        below = max((source.working_set(min(wide, source.size)) for source in inner), default=0)
+        below = max((source.working_set(min(most, source.size)) for source in inner), default=0)
         return held + through + below
 
     def read_into(self, offset: int, buffer: memoryview) -> None:

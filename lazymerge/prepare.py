@@ -224,7 +224,7 @@ def convert(checkpoint: Checkpoint, options: Options, hf_config: Path | None) ->
     adapters = [_adapter(each) for each in options.adapters]
     try:
         parts = split(checkpoint, options.lora, sidecars.config)
-    except PlanError:  # alpha is not known, most likely
+    except PlanError:  # alpha is not known, and is not needed where the adapter is left out
         bare = _bare(checkpoint, options)
         if bare is None:
             raise
@@ -270,7 +270,7 @@ def _bare(checkpoint: Checkpoint, options: Options) -> Split | None:
 
     None where it does not. A whole name that a pattern fits is left out whatever other names there are.
     """
-    if options.lora.mode != EXTRACT or not options.exclude:
+    if options.lora != LoraOptions() or not options.exclude:
         return None
     parts = split(checkpoint, replace(options.lora, mode=BASE))
     beside = [f"{ADAPTERS}{each.folder}{name}" for each in parts.adapters for name in each.gathers]

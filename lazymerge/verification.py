@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from lazymerge import api
-from lazymerge.budget import SLACK, resident
+from lazymerge.budget import SLACK, resident, too_small
 from lazymerge.checkpoint import Checkpoint, Note
 from lazymerge.compare import compare
 from lazymerge.comparison import CompareOptions, Comparison
 from lazymerge.conversions.hub import HubOptions
 from lazymerge.copies import check_copies
 from lazymerge.errors import (
-    BudgetError,
     LazymergeError,
     NotACheckpoint,
     PlanError,
@@ -331,11 +330,8 @@ def _readers(workers: int, max_ram: int | None) -> int:
         return workers
     base = resident() + SLACK
     if base + BLOCK > max_ram:
-        least = -(-(base + BLOCK) // 10**6)
-        raise BudgetError(
-            f"a budget of {max_ram // 10**6} MB is too small: reading the files takes at least {least} MB",
-            f"give --max-ram {least}MB or more",
-        )
+        told = f"{base // 10**6} MB of them are the interpreter"
+        raise too_small(max_ram, "reading the files", base + BLOCK, told)
     return min(workers, (max_ram - base) // BLOCK)
 
 

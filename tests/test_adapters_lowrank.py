@@ -13,9 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from lazymerge import lowrank
 from lazymerge.boxes import Box
+from lazymerge.casting import cast
 from lazymerge.compute import read
 from lazymerge.errors import PlanError
 from lazymerge.execute import write_file
+from lazymerge.files.dtype import DTYPES
 from lazymerge.files.local import LocalFile
 from lazymerge.files.safetensors_file import read_safetensors
 from lazymerge.gather import Gather, of_region
@@ -41,6 +43,16 @@ def matrices(
         "a": torch.randn(rank, columns),
         "b": torch.randn(rows, rank),
     }
+
+
+def test_a_base_that_is_computed_itself_counts_as_far_as_it_is_read(tmp_path: Path) -> None:
+    """A whole grain of rows at least, however small the block."""
+    made = stored(tmp_path, **matrices(2000, 4096, 16, torch.bfloat16))
+    term, bf16 = Term(made["b"], made["a"], 1.0), DTYPES["bfloat16"]
+    wide = cast(made["w"], DTYPES["float32"], "w")
+    plain, over = (LowRank(base, (term,), "w", None, False, bf16) for base in (made["w"], wide))
+    grain = 32 * 4096  # elements; four bytes of each are read, which are cast from two
+    assert over.working_set(4096 * 2) - plain.working_set(4096 * 2) == grain * (4 - 2) + grain * 2
 
 
 SHAPES = [(8, 8, 2), (40, 24, 8), (33, 500, 16), (700, 4096, 16), (5, 200_000, 4), (2000, 30, 32), (1, 9, 1)]

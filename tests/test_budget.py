@@ -7,7 +7,9 @@ import torch
 
 import lazymerge
 from lazymerge import budget
+from lazymerge.casting import cast
 from lazymerge.errors import BudgetError
+from lazymerge.files.dtype import DTYPES
 from lazymerge.plan import make_plan
 
 
@@ -133,6 +135,16 @@ def test_what_the_kernel_copies_is_compared_through_scratch(tmp_path):
     halves = lazymerge.open(tmp_path / "model.pt")
     (plan,) = planned(torch.cat([halves["a"], halves["b"]], 1))
     assert (plan.buffered, plan.scratch) == (0, 1 << 20)
+
+
+def test_what_other_kinds_of_tensors_have_left_counts(tensors):
+    """A worker has the buffers of a cast while it adds up, and the other way round."""
+    casted = cast(tensors.lazy_gather, DTYPES["bfloat16"], "w")
+    plans = [list(make_plan({"w": each}).tensors) for each in (casted, (tensors + 1).lazy_gather)]
+    alone = [budget.spend(1 << 30, 1, each).peak for each in plans]
+    both = budget.spend(1 << 30, 1, [*plans[0], *plans[1]]).peak
+    extra = [budget._extra(each[0], 2 << 20) for each in plans]
+    assert both == pytest.approx(max(alone) + min(extra), abs=1 << 20)
 
 
 def test_a_sum_over_columns_takes_rows_of_its_operand(tensors):

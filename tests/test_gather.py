@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,6 +65,19 @@ def content(gather: Gather, block: int = 1 << 20, limit: int = 1 << 20) -> np.nd
         fill(gather, window, memoryview(buffer), limit)
         raw += buffer
     return np.frombuffer(bytes(raw), np.int32).reshape(gather.shape)
+
+
+def test_runs_longer_than_the_scratch_take_no_more_of_it():
+    """Two halves of long rows: each read is one of rows that are apart in the result."""
+    array = np.arange(1 << 16, dtype=np.int32).reshape(4, -1)
+    gather = sharded(array, 1, [1 << 13, 1 << 13])  # runs of 32 kB
+    read = np.zeros(array.shape, np.int32)
+    tracemalloc.start()
+    fill(gather, Box.whole(array.shape), memoryview(read).cast("B"), 4096)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    np.testing.assert_array_equal(read, array)
+    assert peak < 16 << 10
 
 
 @st.composite
