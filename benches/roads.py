@@ -19,6 +19,9 @@ CP = "cp -r"
 CP_SYNC = "cp -r, then sync -f"
 MERGE = "lazymerge merge"
 MERGE_UNCHECKED = "lazymerge merge --no-check"
+UNCHECKED = ("--no-check", "--names", "runtime")
+"""Options for tensors that are no model of their config."""
+
 REFERENCE = "load all ranks, torch.cat, save_file"
 VERL = "verl.model_merger"
 PLAIN = "pread and pwrite"

@@ -21,7 +21,7 @@ def starting(settings: Settings) -> list[Row]:
     ways = [
         Road(BARE, lambda _: [sys.executable, "-c", "pass"]),
         Road("import lazymerge", lambda _: [sys.executable, "-c", "import lazymerge"]),
-        roads.merge(source),
+        roads.merge(source, *roads.UNCHECKED),
     ]
     if roads.HAS_COMMAND:
         ways.append(Road(HELP, lambda _: roads.lazymerge("--help")))
