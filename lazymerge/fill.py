@@ -35,6 +35,8 @@ def scratch(pieces: Iterable[Piece], shape: Shape, nbytes: int) -> int:
 
 
 def _is_run(region: Region, shape: Shape) -> bool:
+    if region.shape[1:] == shape[1:] and region.strides == contiguous_strides(region.shape):
+        return True  # as most are: rows
     first = next((dim for dim, size in enumerate(region.shape) if size > 1), len(shape))
     if region.shape[first + 1 :] != shape[first + 1 :]:
         return False

@@ -48,7 +48,11 @@ class PlannedTensor:
     computed: tuple[Computation, ...]  # what has to be computed for it, if anything
     buffered: int  # bytes that go through a buffer: all of them, unless the kernel copies all of them
     long_runs_from: int  # bytes of a block from which on it is read in long runs; 0: blocks do not matter
-    scratch: int  # bytes that blocks of it are read through, at most; 0: they are read straight
+
+    @property
+    def scratch(self) -> int:
+        """Bytes that blocks of it are read through, at most; 0: they are read straight."""
+        return scratch(self.gather.pieces(), self.gather.shape, self.nbytes)
 
     @property
     def nbytes(self) -> int:
@@ -194,9 +198,8 @@ def planned(name: str, gather: Gather, offset: int) -> PlannedTensor:
     copied = gather.nbytes >= SMALLEST_RUN and all(run_of(piece, flat.shape)[0] for piece in pieces)
     buffered = 0 if copied else gather.nbytes
     runs = 0 if copied else long_runs_from(pieces, flat.shape)
-    through = scratch(pieces, flat.shape, gather.nbytes)  # of who compares it, even if the kernel copies it
     return PlannedTensor(
-        name, gather.dtype, gather.shape, offset, flat, reads, tuple(computed), buffered, runs, through
+        name, gather.dtype, gather.shape, offset, flat, reads, tuple(computed), buffered, runs
     )
 
 
