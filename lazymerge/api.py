@@ -223,15 +223,7 @@ def merge(
     with claim(place, overwrite=overwrite) as destination:
         if check_copies:
             prepared = compare_copies(prepared, strict, meter)
-        selection = {"include": list(options.include), "exclude": list(options.exclude)}
-        files = {file.name: file.size for file in prepared.plan.files}
-        job = {**identity, **selection, "files": files, "kept": sorted(prepared.kept)}
-        job["max_shard_size"] = parse_size(max_shard_size)
-        destination.begin(job, prepared.checkpoint.files, grows=bool(kept))
-        if not destination.ended:
-            for name, each in prepared.kept.items():
-                destination.keep(name, each.path, each.identity)
-        resumed = tuple(sorted(destination.finished))
+        resumed = _begin(destination, prepared, options, identity, grows=bool(kept))
         if not destination.ended:
             with meter.timed():
                 _write(prepared, destination, spending, meter, identity if is_part else None)
@@ -240,13 +232,8 @@ def merge(
             written = prepared.checkpoint
             if kept:  # which this merge has not planned
                 whole = prepare(checkpoint, replace(options, include=(), exclude=()), linked).checkpoint
-                there = {*written.gathers, *(name for each in kept for name in each.tensors)}
-                written = whole.with_gathers({name: g for name, g in whole.gathers.items() if name in there})
-            try:
-                _verify(written, prepared, folder, budget, spending.workers, meter)
-            except VerificationError:
-                destination.end()  # so that nothing goes on from it
-                raise
+                written = _held_of(whole, prepared)
+            _verify(written, prepared, destination, budget, spending.workers, meter)
         url = None if target is None else _send(folder, target, on_progress)
         if not is_part:
             destination.end()
@@ -291,27 +278,65 @@ def _send(folder: Path, target: Target, on_progress: OnProgress | None) -> str:
         raise
 
 
+def _held_of(checkpoint: Checkpoint, prepared: Prepared) -> Checkpoint:
+    """What the folder holds of the checkpoint after the merge: what earlier ones wrote, and its own."""
+    there = {name for each in prepared.kept.values() for name in each.tensors}
+    there.update(prepared.checkpoint.gathers)
+    return checkpoint.with_gathers({name: g for name, g in checkpoint.gathers.items() if name in there})
+
+
 def _verify(
     checkpoint: Checkpoint,
     prepared: Prepared,
-    folder: Path,
+    destination: Destination,
     budget: int,
     workers: int,
     meter: Meter,
 ) -> None:
-    """Compare the result on the disk with what it was made of; leave a manifest."""
+    """Compare the result on the disk with what it was made of; leave a manifest.
+
+    Where it fails the merge is ended, so that no other goes on from it.
+    """
     from lazymerge.reread import verify_result
 
     meter.done = 0
-    verify_result(
-        checkpoint,
-        folder,
-        [*prepared.beside, *_names(prepared.plan)],
-        prepared.adapters,
-        max_ram=budget,
-        workers=workers,
-        on_bytes=lambda count, total, name: meter.add("verify", total, name, count),
-    )
+    try:
+        verify_result(
+            checkpoint,
+            destination.folder,
+            [*prepared.beside, *_names(prepared.plan)],
+            prepared.adapters,
+            max_ram=budget,
+            workers=workers,
+            on_bytes=lambda count, total, name: meter.add("verify", total, name, count),
+        )
+    except VerificationError:
+        destination.end()
+        raise
+
+
+def _begin(
+    destination: Destination,
+    prepared: Prepared,
+    options: Options,
+    identity: Mapping[str, Any],
+    *,
+    grows: bool,
+) -> tuple[str, ...]:
+    """Begin the job, or go on with it; the files that an earlier run has finished, sorted."""
+    job = {
+        **identity,
+        "include": list(options.include),
+        "exclude": list(options.exclude),
+        "files": {file.name: file.size for file in prepared.plan.files},
+        "kept": sorted(prepared.kept),
+        "max_shard_size": parse_size(options.max_shard_size),
+    }
+    destination.begin(job, prepared.checkpoint.files, grows=grows)
+    if not destination.ended:
+        for name, each in prepared.kept.items():
+            destination.keep(name, each.path, each.identity)
+    return tuple(sorted(destination.finished))
 
 
 def _write(
