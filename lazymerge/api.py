@@ -19,7 +19,7 @@ from lazymerge.conversions.adapters.trained import EXTRACT, LoraOptions
 from lazymerge.conversions.hub import HubOptions
 from lazymerge.conversions.naming import strip_wrappers
 from lazymerge.copies import compare_copies
-from lazymerge.errors import OutputError, PlanError, SourceError, VerificationError
+from lazymerge.errors import BudgetError, OutputError, PlanError, SourceError, VerificationError
 from lazymerge.execute import write_file
 from lazymerge.files.given import given_path, given_paths, optional_path
 from lazymerge.files.size import parse_size
@@ -204,12 +204,9 @@ def merge(
     budget = default_budget() if wanted is None else wanted
     if max_workers is not None and max_workers < 1:
         raise PlanError(f"--max-workers {max_workers}", "give 1 or more")
-    spending = spend(budget, max_workers or min(4, os.cpu_count() or 1), prepared.plan.tensors)
+    workers = max_workers or min(4, os.cpu_count() or 1)
+    spending = _spend(prepared, budget, workers, compares=verify or push_to_hub is not None)
     log.debug("planned %s", _described(prepared.plan, spending))
-    if verify or push_to_hub is not None:
-        from lazymerge.compare import check_budget
-
-        check_budget(prepared.checkpoint.gathers, budget)
     target = None
     if push_to_hub is not None:
         uploaded = [*prepared.beside, *_names(prepared.plan)]
@@ -276,6 +273,28 @@ def _send(folder: Path, target: Target, on_progress: OnProgress | None) -> str:
     except OutputError as error:
         error.hint += f"; the merge is done: `lazymerge upload {folder} {target.repo_id}` goes on from there"
         raise
+
+
+def _spend(prepared: Prepared, budget: int, workers: int, *, compares: bool) -> Spending:
+    """As `spend`, of a merge that also compares the result with what it was made of.
+
+    The error names what is enough for both.
+    """
+    from lazymerge.compare import check_budget
+
+    errors = []
+    try:
+        spending = spend(budget, workers, prepared.plan.tensors)
+    except BudgetError as error:
+        errors.append(error)
+    try:
+        if compares:
+            check_budget(prepared.checkpoint.gathers, budget)
+    except BudgetError as error:
+        errors.append(error)
+    if errors:
+        raise max(errors, key=lambda error: error.least)
+    return spending
 
 
 def _held_of(checkpoint: Checkpoint, prepared: Prepared) -> Checkpoint:

@@ -88,6 +88,7 @@ def too_small(budget: int, what: str, least: int, told: str) -> BudgetError:
     return BudgetError(
         f"a budget of {budget // 10**6} MB is too small: {what} takes at least {_megabytes(least)} ({told})",
         f"give --max-ram {_megabytes(least + DIFFERS).replace(' ', '')} or more",
+        least,
     )
 
 

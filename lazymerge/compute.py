@@ -139,7 +139,8 @@ class Computed:
     def working_set(self, nbytes: int) -> int:
         """Bytes that computing `nbytes` of the result takes at most, the result and scratch included."""
         if self.by == "whole":
-            return self.size + sum(_held(operand, operand.nbytes) for operand in self.operands)
+            parts = [operand.nbytes for operand in self.operands]
+            return self.size + sum(map(_held, self.operands, parts)) + self._widened(parts)
         if self.by == "elementwise":
             share = nbytes / self.dtype.itemsize
             parts = [
@@ -151,8 +152,19 @@ class Computed:
             first = self.operands[0]
             parts = [rows * first.nbytes // max(1, first.shape[0])]
             parts += [self._share(operand, rows) for operand in self.operands[1:]]
-        held = {(id(o), part): _held(o, part) for o, part in zip(self.operands, parts, strict=True)}.values()
-        return nbytes + (max(held) if self.op in _STRAIGHT else sum(held))
+        held = {(id(o), part): _held(o, part) for o, part in zip(self.operands, parts, strict=True)}
+        if self.op in _STRAIGHT:
+            return nbytes + max(held.values())
+        return nbytes + sum(held.values()) + self._widened(parts)
+
+    def _widened(self, parts: Sequence[int]) -> int:
+        """Bytes of the copies that torch makes of operands in a wider type, in which it computes."""
+        widest = max(self.dtype.itemsize, *(operand.dtype.itemsize for operand in self.operands))
+        return sum(
+            part // operand.dtype.itemsize * widest
+            for operand, part in zip(self.operands, parts, strict=True)
+            if operand.dtype.itemsize < widest
+        )
 
     @property
     def step(self) -> int:
@@ -289,7 +301,9 @@ class Computed:
             raise PlanError(
                 f"{self.checked}: {overflown.numel()} of its values, such as {overflown[0]:g},"
                 f" do not fit {self.dtype}",
-                "choose --dtype bfloat16, or keep the dtype",
+                "save it again in a wider dtype: the ranks' values add up to more"
+                if any(isinstance(source, Computed) and source.op == "total" for source in self._inner())
+                else "choose --dtype bfloat16, or keep the dtype",
             )
 
 
@@ -372,17 +386,18 @@ def cast(gather: Gather, dtype: DType, name: str | None = None) -> Gather:
     return computed.gather()
 
 
-def total(parts: Sequence[Gather], *, average: bool = False) -> Gather:
+def total(name: str, parts: Sequence[Gather], *, average: bool = False) -> Gather:
     """The elementwise sum (or average) of gathers of one shape and dtype, in their order.
 
-    Half types are added in fp32 and rounded once at the end.
+    Half types are added in fp32 and rounded once at the end. Reading it raises `PlanError` where that makes
+    a finite value of the tensor `name` infinite.
     """
     dtype = parts[0].dtype
     wide = DTYPES["float32"] if dtype.name in {"float16", "bfloat16"} else dtype
     result = Computed("total", tuple(parts), (), {}, parts[0].shape, wide).gather()
     if average:
         result = _binary("div.Tensor", result, in_memory(torch.tensor(len(parts), dtype=torch_dtype(wide))))
-    return cast(result, dtype)
+    return cast(result, dtype, name)
 
 
 def _binary(op: str, one: Gather, other: Gather) -> Gather:

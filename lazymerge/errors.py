@@ -71,7 +71,11 @@ class OutputError(LazymergeError):
 
 
 class BudgetError(LazymergeError):
-    """The memory budget is below what the work needs."""
+    """The memory budget is below what the work needs, which is `least` bytes where that is known."""
+
+    def __init__(self, problem: str, hint: str, least: int = 0) -> None:
+        super().__init__(problem, hint)
+        self.least = least
 
 
 class VerificationError(LazymergeError):

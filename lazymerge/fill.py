@@ -170,7 +170,7 @@ def alike(one: Gather, other: Gather) -> bool:
     return one.shape == other.shape and one.dtype is other.dtype and equal(one, other)
 
 
-def equal(one: Gather, other: Gather, limit: int = 4 << 20) -> bool:
+def equal(one: Gather, other: Gather, limit: int = 256 << 10) -> bool:
     """Whether two gathers of one shape and dtype hold the same bytes; reads them in blocks of `limit` bytes.
 
     Nothing is read where both are the same bytes of the same files.

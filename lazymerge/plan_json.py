@@ -1,6 +1,6 @@
 """A plan as plain data for JSON, and back: so that another process or machine can execute a part of it.
 
-    {"version": 1, "format": "safetensors", "index_name": ..., "index": ...,
+    {"version": 1, "format": "safetensors", "index": ...,
      "sources": [{"path": ..., "size": bytes, "mtime_ns": ...},          a file
                  {"op": ATen name, "operands": [gather, ...], ...},      a computation
                  {"cast": dtype, "operand": gather, "tensor": ...},      a cast that needs no torch
@@ -10,7 +10,8 @@
 
 A gather is ``{"dtype", "shape", "pieces": [[start, shape, strides, source, offset], ...]}``: `source` is
 an index into the sources, `offset` in bytes, strides in elements. Offsets in output files are worked
-out again, and every gather is proved complete again, so a damaged plan is refused like a damaged file.
+out again, and every gather is proved complete again and inside of its sources, so a damaged plan is refused
+like a damaged file. Which bytes of a file are a tensor's is what a plan says, and nothing else knows.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 from lazymerge.boxes import Piece
 from lazymerge.casting import Cast, casts
 from lazymerge.errors import InconsistentCheckpoint, PlanError
-from lazymerge.files.dtype import DTYPES
+from lazymerge.files.dtype import DTYPES, DType
 from lazymerge.files.local import Descriptors, LocalFile, Source
 from lazymerge.files.region import Region
 from lazymerge.gather import Constant, Gather, Shards
 from lazymerge.lowrank import LowRank, Term
-from lazymerge.plan import BIN, SAFETENSORS, OutputFile, Plan, bin_file, safetensors_file
+from lazymerge.plan import BIN, INDEX, SAFETENSORS, OutputFile, Plan, bin_file, safetensors_file
 
 if TYPE_CHECKING:
     from lazymerge.compute import Computed
@@ -60,7 +61,6 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
     return {
         "version": VERSION,
         "format": BIN if plan.files[0].archive else SAFETENSORS,
-        "index_name": plan.index_name,
         "index": plan.index.decode() if plan.index is not None else None,
         "sources": writer.sources,
         "files": files,
@@ -79,7 +79,7 @@ def plan_from_json(data: dict[str, Any]) -> Plan:
         reader = _Reader(data["sources"])
         files = tuple(_file(reader, data["format"], file) for file in data["files"])
         index = data["index"]
-        return Plan(files, None if index is None else index.encode(), data["index_name"])
+        return Plan(files, None if index is None else index.encode(), None if index is None else INDEX)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise PlanError(f"not a plan: {type(error).__name__} {error}", "make the plan again") from error
 
@@ -90,6 +90,8 @@ def _file(reader: _Reader, kind: str, data: dict[str, Any]) -> OutputFile:
     }
     if kind == BIN:
         return bin_file(tensors)
+    if Path(data["name"]).name != data["name"]:
+        raise PlanError(f"a plan of the file {data['name'][:200]!r}", "make the plan again")
     return safetensors_file(data["name"], tensors)
 
 
@@ -167,6 +169,13 @@ class _Writer:
         }
 
 
+def _numbers(values: list[int]) -> tuple[int, ...]:
+    """A shape, or the like; `ValueError` if not all are whole numbers from 0 on."""
+    if not all(type(value) is int and value >= 0 for value in values):
+        raise ValueError(f"of the numbers {str(values)[:100]}")
+    return tuple(values)
+
+
 class _Reader:
     """Opens sources when a gather first names them."""
 
@@ -178,10 +187,23 @@ class _Reader:
     def gather(self, data: dict[str, Any]) -> Gather:
         dtype = DTYPES[data["dtype"]]
         pieces = [
-            Piece(tuple(start), Region(self._source(source), offset, dtype, tuple(shape), tuple(strides)))
+            Piece(_numbers(start), self._region(dtype, shape, strides, source, offset))
             for start, shape, strides, source, offset in data["pieces"]
         ]
-        return Shards(tuple(data["shape"]), dtype, Constant(pieces))
+        return Shards(_numbers(data["shape"]), dtype, Constant(pieces))
+
+    def _region(self, dtype: DType, shape: list[int], strides: list[int], source: int, at: int) -> Region:
+        """The region, which lies inside of its source."""
+        (offset,) = _numbers([at])
+        region = Region(self._source(source), offset, dtype, _numbers(shape), _numbers(strides))
+        inside = offset + region.extent <= region.source.size
+        if not inside or (not isinstance(region.source, LocalFile) and offset % dtype.itemsize):
+            raise PlanError(
+                f"a plan with bytes {offset} to {offset + region.extent} of {region.source.name},"
+                f" which has {region.source.size}",
+                "make the plan again",
+            )
+        return region
 
     def _source(self, number: int) -> Source:
         if number not in self._opened:

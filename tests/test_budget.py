@@ -160,6 +160,20 @@ def test_what_has_to_be_computed_whole_is_counted(tensors):
     assert budget.spend(budget.resident() + budget.SLACK + (60 << 20), 1, plan).peak > 12 * 10**6
 
 
+@pytest.mark.parametrize(
+    "computed",
+    [
+        lambda half: half.sum(0, dtype=torch.float32),
+        lambda half: torch.linalg.vector_norm(half, dim=0, dtype=torch.float32),
+    ],
+)
+def test_what_torch_widens_before_it_computes_is_counted(tmp_path, computed):
+    """6 MB in bf16, of which torch makes 12 MB in fp32."""
+    torch.save({"w": torch.zeros(3000, 1000).bfloat16()}, tmp_path / "half.pt")
+    (plan,) = planned(computed(lazymerge.open(tmp_path / "half.pt")["w"]))
+    assert 18 * 10**6 < plan.computed[0].working_set(plan.nbytes) < 20 * 10**6
+
+
 def test_too_small_is_refused_before_work(tmp_path, tensors):
     with pytest.raises(BudgetError):
         lazymerge.merge(tmp_path / "model.pt", tmp_path / "out", max_ram="20MB")

@@ -7,6 +7,7 @@ import os
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import lazymerge
 from lazymerge.conversions.dtypes import cast_to
@@ -50,6 +51,15 @@ def test_neighbouring_runs_are_joined(opened):
     parts = torch.cat([x[:200], x[200:300], x[300:]])
     assert len(steps_of(parts.lazy_gather)) == 1
     assert len(steps_of(torch.cat([x[300:], x[:300]]).lazy_gather)) == 2
+
+
+def test_neighbours_that_the_output_has_apart(tmp_path):
+    """Back to back in a safetensors file, with headers between them in a torch archive."""
+    state = {name: torch.randn(300, 200) for name in "abc"}
+    save_file(state, tmp_path / "model.safetensors")
+    lazymerge.merge(tmp_path / "model.safetensors", tmp_path / "out", output_format="bin")
+    result = torch.load(tmp_path / "out/pytorch_model.bin", weights_only=True)
+    assert all(torch.equal(result[name], tensor) for name, tensor in state.items())
 
 
 def test_a_mixture_is_cut_by_rows(opened):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import lazymerge
-from lazymerge.errors import InconsistentCheckpoint, PlanError, UnsupportedCheckpoint
+from lazymerge.errors import InconsistentCheckpoint, LazymergeError, PlanError, UnsupportedCheckpoint
+from lazymerge.output import Destination
 from tests.checks import assert_same_model, assert_same_tensors, refused, tied_away
 from tests.makers.dtensors import Local, PerRank, Placed, dtensors
 from tests.makers.fixtures import FULL_RECIPES, RECIPES
@@ -202,6 +204,29 @@ def test_the_order_of_cuts_by_the_version_of_fsdp(tmp_path, fsdp_version, over_t
     made = torch_2_4(tmp_path, rows, over_tp=over_tp, fsdp_version=in_config)
     lazymerge.merge(made.root, tmp_path / "out", fsdp_version=option)
     assert_same_model(tmp_path / "out", made.truth)
+
+
+@pytest.mark.parametrize("way", ["killed", "increment"])
+def test_a_version_of_fsdp_that_was_mended_in_between(tmp_path, monkeypatch, way):
+    """Of two merges that make one result, the first has read other rows: nothing of it may stay."""
+    order = {0: (1, 0)}
+    entries = {f"x{i}": Placed(real(8, 3), BOTH_ROWS, order=order) for i in range(3)}
+    made = dtensors(tmp_path / "new", (("dp", 2), ("tp", 2)), entries, fsdp_version=1)
+    made, out = old_checkpoint(made, tmp_path / "old", "2.4"), tmp_path / "out"
+    if way == "increment":
+        lazymerge.merge(made.root, out, include="x0")
+    else:
+        with monkeypatch.context() as patch:
+            patch.setattr(Destination, "publish", lambda *args, **options: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                lazymerge.merge(made.root, out, max_shard_size=100)
+    config = made.leaf / "fsdp_config.json"
+    config.write_text(config.read_text().replace('"FSDP_version": 1', '"FSDP_version": 2'))
+    with pytest.raises(LazymergeError, match=r"fsdp_config\.json: has changed"):
+        lazymerge.merge(made.root, out, max_shard_size=100)
+    shutil.rmtree(out)
+    lazymerge.merge(made.root, out)
+    assert_same_model(out, made.truth)
 
 
 @pytest.mark.parametrize("over_tp", [True, False])

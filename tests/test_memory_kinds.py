@@ -84,3 +84,13 @@ def test_any_budget_and_any_workers_give_the_same_bytes(made, tmp_path, name):
         shutil.rmtree(out)
 
     check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["rows", "cast", "partial", "fold"])
+def test_one_budget_is_named_for_a_merge_and_its_verification(made, tmp_path, name):
+    """Whichever of both needs more."""
+    kind = made(name, SMALL)
+    common: dict[str, Any] = {"src": kind.src, "torch": kind.torch, "verify": True, **kind.options}
+    least = merge_limited(room=1 << 30, dst=tmp_path / "none", max_ram="1MB", **common)["least"]
+    assert merge_limited(room=least, dst=tmp_path / "out", max_ram=least, **common)["peak"] <= least

@@ -97,6 +97,24 @@ def test_a_source_that_changed_since_is_refused(saved, tmp_path):
         plan_from_json(data)
 
 
+PIECES = [
+    (0, [-1, 0]),
+    (0, [0.0, 0]),
+    (1, [40, True]),
+    (2, [-30, 1]),
+    (2, [1 << 30, 1]),
+    (4, -4),
+    (4, 1e3),
+    (4, 1 << 40),
+]
+"""Of a piece: where its start, shape, strides, and offset are, and what none of them can be."""
+
+
+def piece_of(data):
+    """The first piece of the first tensor: start, shape, strides, source, offset."""
+    return data["files"][0]["tensors"][0]["gather"]["pieces"][0]
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -106,12 +124,26 @@ def test_a_source_that_changed_since_is_refused(saved, tmp_path):
         lambda data: data["files"][0]["tensors"][0]["gather"].update(shape=[1]),
         lambda data: data["files"][0]["tensors"][0].update(shape=[3]),
         lambda data: data.update(sources=[]),
+        lambda data: data["files"][0].update(name="../model.safetensors"),
+        lambda data: data["files"][0].update(name=3),
+        *(lambda data, at=at, value=value: piece_of(data).__setitem__(at, value) for at, value in PIECES),
     ],
 )
 def test_a_damaged_plan_is_refused(saved, damage):
-    data = plan_to_json(make_plan(saved[1].gathers))
+    data = plan_to_json(make_plan({"a.weight": saved[1].gathers["a.weight"]}))
+    plan_from_json(data)
     damage(data)
     with pytest.raises(lazymerge.LazymergeError):
+        plan_from_json(data)
+
+
+@pytest.mark.parametrize("offset", [1, 2, 80 * 30])
+def test_a_computation_is_read_from_whole_elements_and_to_its_end(saved, offset):
+    cast = cast_to(saved[1], DTYPES["bfloat16"])
+    data = plan_to_json(make_plan({"a.weight": cast.gathers["a.weight"]}))
+    plan_from_json(data)
+    piece_of(data)[4] += offset
+    with pytest.raises(PlanError, match="a plan with bytes"):
         plan_from_json(data)
 
 

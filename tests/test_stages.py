@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 from pathlib import Path
@@ -15,7 +16,8 @@ from safetensors.torch import load_file
 
 import lazymerge
 from lazymerge import cli
-from lazymerge.errors import DamagedFile, PlanError
+from lazymerge.errors import DamagedFile, InconsistentCheckpoint, PlanError
+from lazymerge.output import Destination
 from tests.checks import assert_same_model, refused
 
 SAMPLES = Path(__file__).parent / "data/megatron"
@@ -96,6 +98,18 @@ def test_a_damaged_record(sample: Path, tmp_path: Path, text: str):
     (tmp_path / "merged/lazymerge-stage.json").write_text(text)
     with refused(DamagedFile, "lazymerge-stage.json", dst=tmp_path / "out"):
         lazymerge.merge(tmp_path / "merged", tmp_path / "out")
+
+
+def test_a_record_that_changed_in_between(sample: Path, tmp_path: Path, monkeypatch):
+    merged, out = tmp_path / "merged", tmp_path / "out"
+    lazymerge.merge(sample / "ckpt", merged, stage="merge", hf_config=sample / "hf")
+    with monkeypatch.context() as patch:
+        patch.setattr(Destination, "publish", lambda *args, **options: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            lazymerge.merge(merged, out)
+    os.utime(merged / "lazymerge-stage.json", (1, 1))
+    with pytest.raises(InconsistentCheckpoint, match=r"lazymerge-stage\.json: has changed"):
+        lazymerge.merge(merged, out)
 
 
 def test_a_lost_record(sample: Path, tmp_path: Path):

@@ -454,7 +454,7 @@ def test_a_sum_of_many_parts_is_added_in_their_order(dtype, average):
         expected = expected + part.to(wide)
     if average:
         expected = expected / len(parts)
-    summed = compute.total([in_memory(part) for part in parts], average=average)
+    summed = compute.total("w", [in_memory(part) for part in parts], average=average)
     assert_same(LazyTensor(summed), expected.to(dtype))
     held = compute.working_set(summed, 1 << 20)
     assert held < 5 << 20

@@ -46,7 +46,10 @@ def test_arrays(folder):
         check(name, gather)
         assert read(gather).dtype == tensor.dtype
         assert torch.equal(read(gather), tensor)
-    assert len(store.files) == 2 * 2 * 2 + 1 + 2
+    assert len(store.files) == 2 * 2 * 2 + 1 + 2 + 3
+    assert {file.path for file in store.files if file.path.name == ".zarray"} == {
+        folder / name / ".zarray" for name in truth
+    }
 
 
 def test_a_stack_is_taken_apart(folder):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from lazymerge.files.local import LocalFile
 
 MOST_VALUES = 1 << 21
 """Values that a text may hold: the header of 260,000 tensors in one file, some 150 MB when it is parsed."""
@@ -14,6 +16,19 @@ Text = TypeVar("Text", str, bytes)
 def strict(text: Text) -> object:
     """What the JSON says; `ValueError` for a key that is there twice, NaN, infinities, and as `bounded`."""
     return json.loads(bounded(text), object_pairs_hook=_without_doubles, parse_constant=_refuse)
+
+
+def read_object(file: LocalFile, limit: int) -> dict[str, Any]:
+    """The JSON object that a small file holds; `ValueError` for what is none, or is over `limit` bytes."""
+    if file.size > limit:
+        raise ValueError(f"{file.size} bytes, where {limit} are read at most")
+    try:
+        content = json.loads(bounded(file.read(0, file.size)))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"no JSON: {why(error)}") from None
+    if not isinstance(content, dict):
+        raise ValueError("no JSON object")
+    return content
 
 
 def why(error: Exception) -> str:

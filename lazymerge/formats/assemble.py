@@ -262,4 +262,4 @@ def _summed(name: str, held: _Held, dtype: DType) -> Gather:
     from lazymerge.compute import total  # which imports torch
 
     parts = [Shards(layout.shape, dtype, _Held(layout, regions).pieces) for regions in summands.values()]
-    return total(parts, average=operations == {"avg"})
+    return total(name, parts, average=operations == {"avg"})

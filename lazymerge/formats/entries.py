@@ -121,7 +121,7 @@ class EntryReader:
             self._once(shape),
             mesh.shape,
             self._once(tuple(_placement(file, name, p, len(shape)) for p in placements)),
-            _shard_order(attrs.get("shard_order"), len(shape), len(mesh.shape)),
+            _shard_order(file, name, attrs.get("shard_order"), len(shape)),
         )
         old = "._tensor." in f"{record.args[1]}."
         region = self._region(local)
@@ -215,7 +215,7 @@ def _placement(file: str, name: str, record: object, rank: int) -> Placement:
     if kind == "Replicate":
         return Replicate()
     if kind in {"Partial", "_Partial"}:
-        operation = attrs.get("reduce_op", "sum")
+        operation = attrs.get("reduce_op")
         return Partial(operation if isinstance(operation, str) else _red_op(operation))
     raise UnsupportedCheckpoint(
         f"{name} in {file}: unknown placement {kind or type(record).__name__}",
@@ -236,20 +236,31 @@ _RED_OPS = ("sum", "avg", "product", "min", "max")
 """c10d's enumeration, in its order (torch/csrc/distributed/c10d/Types.hpp)."""
 
 
-def _shard_order(order: object, rank: int, mesh_rank: int) -> tuple[tuple[int, tuple[int, ...]], ...] | None:
+def _shard_order(
+    file: str, name: str, order: object, rank: int
+) -> tuple[tuple[int, tuple[int, ...]], ...] | None:
     """(tensor dimension, mesh dimensions) pairs of a spec's shard_order; None before 2.10."""
-    if not isinstance(order, tuple) or not order:
+    if order is None or order == ():
         return None
     entries = []
+    if not isinstance(order, tuple):
+        raise _odd_order(file, name)
     for entry in order:
         attrs = entry.attrs() if isinstance(entry, Record) else {}
         args = entry.args if isinstance(entry, Record) else ()
         dim = attrs.get("tensor_dim", args[0] if args else None)
         mesh_dims = attrs.get("mesh_dims", args[1] if len(args) > 1 else None)
         if not isinstance(dim, int) or not is_shape(mesh_dims):
-            return None
+            raise _odd_order(file, name)
         entries.append((dim % max(rank, 1), mesh_dims))
     return tuple(entries)
+
+
+def _odd_order(file: str, name: str) -> UnsupportedCheckpoint:
+    return UnsupportedCheckpoint(
+        f"{name} in {file}: a shard_order that is not understood",
+        "it was written by a newer torch or a plugin; report it with the versions that wrote it",
+    )
 
 
 def _box(metadata: object, rank: int) -> Box | None:

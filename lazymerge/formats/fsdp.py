@@ -36,7 +36,8 @@ class FsdpFormat:
         """The checkpoint in these folders (or in one file); nothing but metadata is read."""
         notes: list[Note] = []
         chosen = choose_ranks(paths, options.world_size, notes)
-        version = options.fsdp_version or recorded_version(paths, chosen)
+        recorded, told = recorded_version(paths, chosen)
+        version = options.fsdp_version or recorded
         found = read_ranks(chosen)
         tensors = _Tensors(chosen, found, version or settled_version(found.entries))
         tensors.check_missing(notes)
@@ -50,7 +51,7 @@ class FsdpFormat:
             notes=tuple(notes),
             left_out=found.left_out,
             copies=tensors.copies,
-            files=tuple(found.files),
+            files=(*found.files, *told),
         )
 
 

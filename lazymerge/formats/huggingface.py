@@ -13,7 +13,6 @@ lone pytorch_model.bin is a full state dict, which lazymerge.formats.fsdp opens.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -28,7 +27,7 @@ from lazymerge.errors import (
     NotACheckpoint,
     UnsupportedCheckpoint,
 )
-from lazymerge.files.json_text import bounded
+from lazymerge.files.json_text import read_object
 from lazymerge.files.local import Descriptors, LocalFile, refuse_no_file
 from lazymerge.files.region import Region
 from lazymerge.files.safetensors_file import read_safetensors
@@ -75,7 +74,7 @@ class HuggingFaceFormat:
             format=staged.format,
             sidecars=sidecar_folders(paths, options),
             notes=tuple(_left_alone(path, files)) if path.is_dir() else (),
-            files=tuple(files),
+            files=(*files, *staged.files),
             settings=staged.settings,
         )
 
@@ -159,12 +158,9 @@ def read_index(folder: Path, name: str = INDEX) -> dict[str, str]:
     """What the index says: tensor name -> name of a file beside it."""
     file = LocalFile(folder / name)
     try:
-        if file.size > _LARGEST_INDEX:
-            raise ValueError(f"{file.size} bytes")
-        index = json.loads(bounded(file.read(0, file.size)))
-    except (ValueError, RecursionError) as error:
+        places = read_object(file, _LARGEST_INDEX).get("weight_map")
+    except ValueError as error:
         raise _damaged(file, str(error)[:100]) from None
-    places = index.get("weight_map") if isinstance(index, dict) else None
     suffix = _SUFFIX if name == INDEX else ".bin"
     if not isinstance(places, dict) or not all(_is_file_name(each, suffix) for each in places.values()):
         raise _damaged(file, "no weight_map of tensor names to file names")

@@ -10,7 +10,6 @@ Only names are looked at, and fsdp_config.json: ``{"FSDP_version": 1 or 2, "worl
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -25,6 +24,7 @@ from lazymerge.errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,
 )
+from lazymerge.files.json_text import read_object
 from lazymerge.files.local import LocalFile, refuse_no_file
 
 _RANKED = (
@@ -35,6 +35,7 @@ _RANKED = (
 _FULL = ("pytorch_model.bin", "model.pt", "pytorch_model_fsdp.bin", "pytorch_model.pt", "model.pth")
 _FULL_SUFFIXES = (".pt", ".pth", ".bin")
 _CONFIG = "fsdp_config.json"
+_LARGEST_CONFIG = 1 << 16  # bytes; usual are 40
 _MAX_WORLD = 1 << 20
 
 
@@ -138,7 +139,7 @@ def _rank_sets(paths: Iterable[Path]) -> list[RankSet]:
     """The sets of rank files in the folders taken together."""
     sets: dict[tuple[int, str], RankSet] = {}
     for folder in paths:
-        world = _config(folder).get("world_size")
+        world = _config(folder)[0].get("world_size")
         for path in sorted(folder.iterdir()):
             for kind, pattern in enumerate(_RANKED):
                 match = pattern.fullmatch(path.name)
@@ -194,30 +195,34 @@ def _full_files(folder: Path) -> list[Path]:
     return [path for name in _FULL if os.path.lexists(path := folder / name) and not path.is_dir()]
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def _config(folder: Path) -> tuple[dict[str, Any], LocalFile | None]:
     """fsdp_config.json, if there is one; its numbers are checked."""
     path = folder / _CONFIG
     if not os.path.lexists(path):
-        return {}
+        return {}, None
     refuse_no_file(path)
+    file = LocalFile(path)
     try:
-        config = json.loads(LocalFile(path).read(0, min(path.stat().st_size, 1 << 16)))
-    except (ValueError, RecursionError):
-        config = None
-    if not isinstance(config, dict):
+        config = read_object(file, _LARGEST_CONFIG)
+    except ValueError as error:
         raise DamagedFile(
-            f"{path}: not a JSON object", "restore it, or remove it where file names say enough"
-        )
+            f"{path}: not what verl writes ({error})", "restore it, or remove it where file names say enough"
+        ) from None
     world = config.get("world_size")
     if world is not None and (type(world) is not int or not 0 < world <= _MAX_WORLD):
         raise DamagedFile(f"{path}: a world size of {str(world)[:40]}", "restore it, or remove it")
-    return config
+    return config, file
 
 
-def recorded_version(paths: Sequence[Path], chosen: RankSet) -> int | None:
-    """The FSDP that fsdp_config.json names; checks that its world size is that of the files."""
+def recorded_version(paths: Sequence[Path], chosen: RankSet) -> tuple[int | None, list[LocalFile]]:
+    """The FSDP that fsdp_config.json names, and the files that say so.
+
+    Raises `InconsistentCheckpoint` where its world size is not that of the rank files.
+    """
+    files = []
     for folder in paths:
-        config = _config(folder) if folder.is_dir() else {}
+        config, file = _config(folder) if folder.is_dir() else ({}, None)
+        files += [file] if file else []
         world = config.get("world_size")
         if world is not None and chosen.world_size is not None and world != chosen.world_size:
             raise InconsistentCheckpoint(
@@ -226,5 +231,5 @@ def recorded_version(paths: Sequence[Path], chosen: RankSet) -> int | None:
             )
         version = config.get("FSDP_version")
         if version in (1, 2):
-            return int(version)
-    return None
+            return int(version), files
+    return None, files

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lazymerge.errors import DamagedFile, SourceError
-from lazymerge.files.json_text import bounded
+from lazymerge.files.json_text import read_object
 from lazymerge.files.local import LocalFile, refuse_no_file
 
 STAGE = "lazymerge-stage.json"
@@ -24,10 +24,11 @@ _LARGEST = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """The format that the tensors came from, and what the trainer recorded of its own arguments."""
+    """The format that the tensors came from, what the trainer recorded of its own arguments, and where."""
 
     format: str
     settings: Mapping[str, Any] = field(default_factory=dict)
+    files: tuple[LocalFile, ...] = ()
 
     def to_json(self) -> bytes:
         """The file's content."""
@@ -46,10 +47,12 @@ def read_staged(folder: Path) -> Staged:
     refuse_no_file(path)
     file = LocalFile(path)
     try:
-        content = json.loads(bounded(file.read(0, min(file.size, _LARGEST))))
-        name, settings = content["format"], content["settings"]
-    except (ValueError, RecursionError, TypeError, KeyError):
-        name = settings = None
-    if not isinstance(name, str) or not isinstance(settings, dict):
-        raise DamagedFile(f"{path}: does not say what the tensors came from", "run --stage merge again")
-    return Staged(name, settings)
+        content = read_object(file, _LARGEST)
+        name, settings = content.get("format"), content.get("settings")
+        if not isinstance(name, str) or not isinstance(settings, dict):
+            raise ValueError("no format and settings")
+    except ValueError as error:
+        raise DamagedFile(
+            f"{path}: does not say what the tensors came from ({error})", "run --stage merge again"
+        ) from None
+    return Staged(name, settings, (file,))

@@ -11,7 +11,6 @@ array in them. A chunk without a file would be all `fill_value`: here it was nev
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -28,6 +27,7 @@ from lazymerge.errors import (
     UnsupportedCheckpoint,
 )
 from lazymerge.files.dtype import DTYPES, DType
+from lazymerge.files.json_text import read_object
 from lazymerge.files.local import Descriptors, LocalFile, refuse_no_file
 from lazymerge.files.region import Region, contiguous_strides
 from lazymerge.formats.stacks import Budget, Index, unstack
@@ -93,7 +93,7 @@ class ZarrFolder:
     def _check_files(self) -> None:
         """Raise `InconsistentCheckpoint` where one file is there as two chunks."""
         names: dict[int, LocalFile] = {}
-        for file in self.files:
+        for file in (file for tensor in self.tensors.values() for file in tensor.files):
             other = names.setdefault(file.inode, file)
             if other is not file:
                 raise InconsistentCheckpoint(
@@ -103,8 +103,12 @@ class ZarrFolder:
 
     @property
     def files(self) -> list[LocalFile]:
-        """The files of all chunks."""
-        return [file for tensor in self.tensors.values() for file in tensor.files]
+        """The files of all headers and chunks."""
+        tensors = self.tensors.values()
+        return [
+            *(tensor.header for tensor in tensors),
+            *(file for tensor in tensors for file in tensor.files),
+        ]
 
     def gather(self, name: str) -> Gather:
         """The whole tensor of that name."""
@@ -118,10 +122,12 @@ class ZarrFolder:
 class ZarrTensor:
     """One array: its element type, shape, the boxes that its chunks fill, and their files."""
 
-    __slots__ = ("_strides", "boxes", "dtype", "files", "shape")
+    __slots__ = ("_strides", "boxes", "dtype", "files", "header", "shape")
 
     def __init__(self, path: Path, pool: Descriptors) -> None:
-        header = _header(path / ARRAY)
+        refuse_no_file(path / ARRAY)
+        self.header = LocalFile(path / ARRAY, pool)
+        header = _header(self.header)
         self.dtype, self.shape = _dtype(path, header), _shape(path, header, "shape")
         chunk = _shape(path, header, "chunks")
         if len(chunk) != len(self.shape) or 0 in chunk:
@@ -181,15 +187,15 @@ def _chunk_file(path: Path, name: str, nbytes: int, pool: Descriptors) -> LocalF
     return file
 
 
-def _header(path: Path) -> dict[str, Any]:
-    refuse_no_file(path)
-    file = LocalFile(path)
+def _header(file: LocalFile) -> dict[str, Any]:
     try:
-        header = json.loads(file.read(0, min(file.size, _MAX_HEADER)))
-    except (ValueError, RecursionError):
-        header = None
-    if not isinstance(header, dict) or header.get("zarr_format") != 2:
-        raise DamagedFile(f"{path}: no header of a zarr array, version 2", _COPY_AGAIN)
+        header = read_object(file, _MAX_HEADER)
+        if header.get("zarr_format") != 2:
+            raise ValueError("another version")
+    except ValueError as error:
+        raise DamagedFile(
+            f"{file.name}: no header of a zarr array, version 2 ({error})", _COPY_AGAIN
+        ) from None
     return header
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.attacks.forge import Raw, call, deep, instance, laughs, name, pickled, tensor, torch_file
-from tests.attacks.harness import Attacker
+from tests.attacks.harness import PLAIN, Attacker, Outcome
 
 W = tensor("0", (2, 2))
 BOMB = laughs(100, 5)
@@ -70,6 +70,21 @@ def one(attacker: Attacker, entry: Any, at: Any = None, of: Any = NAME, offset: 
 
 ONE = stored(size(2, 2), [chunk(size(0, 0), size(2, 2))])
 
+STAGED = (*PLAIN, "--stage", "merge")
+"""No conversion, which would ask for all tensors of a model."""
+
+
+def refused(attacker: Attacker, *words: str) -> Outcome:
+    return attacker.refused(*words, options=STAGED)
+
+
+def test_the_honest_one_is_merged(attacker: Attacker) -> None:
+    one(attacker, ONE)
+    outcome = attacker.merge(*STAGED)
+    assert outcome.code == 0, outcome.stderr
+    assert not outcome.violations
+
+
 ENTRIES = {
     "out of bounds": stored(size(2, 2), [chunk(size(1, 0), size(2, 2))]),
     "far out": stored(size(2, 2), [chunk(size(1 << 62, 0), size(2, 2))]),
@@ -100,7 +115,7 @@ ENTRIES = {
 @pytest.mark.parametrize("entry", list(ENTRIES))
 def test_tensors(attacker: Attacker, entry: str) -> None:
     one(attacker, ENTRIES[entry])
-    attacker.refused()
+    refused(attacker, NAME)
 
 
 PLACES = {
@@ -133,7 +148,7 @@ PLACES = {
 @pytest.mark.parametrize("where", list(PLACES))
 def test_places(attacker: Attacker, where: str) -> None:
     one(attacker, ONE, PLACES[where])
-    attacker.refused()
+    refused(attacker)
 
 
 @pytest.mark.parametrize("target", ["secret", "/etc/passwd", "/dev/zero", "loop"])
@@ -143,15 +158,17 @@ def test_links(attacker: Attacker, target: str) -> None:
     (attacker.src / FILE).unlink()
     places = {"secret": attacker.outside / "secret", "loop": attacker.src / FILE}
     os.symlink(places.get(target, target), attacker.src / FILE)
-    attacker.refused()
+    refused(attacker)
 
 
 @pytest.mark.parametrize(
     "of", ["", "\0", "../../x", "a\nb", "\x1b[2J", "\udc80", "x" * 1_000_000, 7, None, (1, 2)], ids=range(10)
 )
 def test_names(attacker: Attacker, of: Any) -> None:
+    """A name that could be one in a model is kept as it is: no place, and no command to the terminal."""
     one(attacker, ONE, of=of)
-    outcome = attacker.refused()
+    outcome = attacker.refused_or_merged(*STAGED)
+    assert outcome.code == (0 if of == "../../x" else 2)
     assert "\x1b" not in outcome.stderr
 
 
@@ -161,7 +178,7 @@ def test_more_chunks_than_bytes(attacker: Attacker) -> None:
     entries: dict[Any, Any] = {"w": stored(size(2, 2), shared)}
     entries |= {f"w{n}": stored(size(2, 2), Raw(b"h\xfa")) for n in range(5000)}
     folder(attacker, entries, {index("w", size(0, 0)): place(FILE, 0, 900)})
-    attacker.refused()
+    refused(attacker)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +189,7 @@ def test_more_chunks_than_bytes(attacker: Attacker) -> None:
 def test_metadata_that_is_none(attacker: Attacker, metadata: bytes) -> None:
     one(attacker, ONE)
     (attacker.src / ".metadata").write_bytes(metadata)
-    attacker.refused()
+    refused(attacker)
 
 
 @pytest.mark.parametrize("nbytes", [200 << 20, 2 << 30])
@@ -181,4 +198,4 @@ def test_metadata_that_is_sparse(attacker: Attacker, nbytes: int) -> None:
     with open(attacker.src / ".metadata", "r+b") as file:
         file.write(b"\x80\x02")
         file.truncate(nbytes)
-    attacker.refused(".metadata")
+    refused(attacker, ".metadata")

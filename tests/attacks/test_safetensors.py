@@ -16,6 +16,12 @@ DATA = bytes(16)
 DEEP = 100_000
 
 
+def test_the_honest_one_is_merged(attacker: Attacker) -> None:
+    safetensors(attacker.src / FILE, text(), DATA)
+    outcome = attacker.merge()
+    assert outcome.code == 0, outcome.stderr
+
+
 @pytest.mark.parametrize("length", [0, 1, 1 << 20, (1 << 31) - 1, 1 << 32, 1 << 62, 1 << 63, (1 << 64) - 1])
 def test_the_length_of_the_header(attacker: Attacker, length: int) -> None:
     safetensors(attacker.src / FILE, {"w": GOOD}, DATA, length=length)

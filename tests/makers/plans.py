@@ -46,6 +46,18 @@ def turned(root: Path, width: int, **options: Any) -> Kind:
     return Kind(root, options)
 
 
+def tied(root: Path, width: int) -> Kind:
+    """A head that is tied to the embedding and was saved apart: both are compared while it is planned."""
+    root.mkdir()
+    embedding = torch.randn(4 * width, width)
+    torch.save(
+        {"model.embed_tokens.weight": embedding, "lm_head.weight": embedding.clone()}, root / "model.pt"
+    )
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
+    (root / "config.json").write_text(json.dumps(config))
+    return Kind(root, {"check": False, "names": "runtime"})
+
+
 def partial(root: Path, width: int) -> Kind:
     """A sum over two ranks, in bf16."""
     parts = tuple(torch.randn(4 * width, width).bfloat16() for _ in range(2))
@@ -102,6 +114,7 @@ KINDS: dict[str, Callable[[Path, int], Kind]] = {
     "cast by torch": lambda root, width: sharded(root, width, 0, dtype="fp16"),
     "transposed": turned,
     "transposed cast": lambda root, width: turned(root, width, dtype="bf16"),
+    "tied": tied,
     "partial": partial,
     "fold": adapter,
     "DoRA": lambda root, width: adapter(root, width, use_dora=True),
