@@ -53,7 +53,8 @@ def open(  # noqa: A001 - `lazymerge.open` is what it does
     """
     config = optional_path(hf_config, "--hf-config")
     if config is not None and not config.is_dir():
-        raise SourceError(f"{config}: no such folder", "give --hf-config a folder that holds config.json")
+        what = "a file, not a folder" if config.is_file() else "no such folder"
+        raise SourceError(f"{config}: {what}", "give --hf-config the folder that holds config.json")
     options = OpenOptions(component, fsdp_version, world_size, config, backend)
     try:
         return strip_wrappers(open_checkpoint(given_paths(src), options))

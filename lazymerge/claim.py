@@ -18,6 +18,7 @@ from pathlib import Path
 from lazymerge.checkpoint import Checkpoint, Note
 from lazymerge.errors import OutputError
 from lazymerge.files.lock import take_lock
+from lazymerge.journal import LARGEST as LARGEST_JOURNAL
 from lazymerge.journal import listed, read_lines
 from lazymerge.output import (
     ENDED,
@@ -111,7 +112,7 @@ def claim(place: Place, *, overwrite: bool) -> Iterator[Destination]:
         if staging.is_symlink():
             raise OutputError(f"{staging}: is a link", "remove it; the files under way go there")
         staging.mkdir(exist_ok=True)
-        lock = os.open(staging / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        lock = os.open(staging / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     except OSError as error:
         where = error.filename or folder
         raise OutputError(
@@ -162,9 +163,15 @@ def _check_place(place: Place) -> None:
     if not folder.is_dir() and os.path.lexists(folder):
         what = "is a file" if folder.exists() else "is a link to what is not there"
         raise OutputError(f"{folder}: {what}", "give a folder for the result")
-    for path in (folder / STAGING / JOURNAL, folder / STAGING / PARTIAL, folder / ENDED):
-        if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+    for path in (*(folder / STAGING / name for name in (LOCK, JOURNAL, PARTIAL)), folder / ENDED):
+        if not os.path.lexists(path):
+            continue
+        found = path.lstat()
+        # the lock is written to where it is, and another name of it may be that of a user's file
+        if not stat.S_ISREG(found.st_mode) or (path.name == LOCK and found.st_nlink > 1):
             raise OutputError(f"{path}: is no plain file", "remove it; a merge keeps its journal there")
+        if found.st_size > LARGEST_JOURNAL:
+            raise OutputError(f"{path}: has {found.st_size} bytes, as no journal of a merge", "remove it")
     resolved = folder.resolve()
     for source in place.sources:
         at = source.resolve()

@@ -18,6 +18,7 @@ from typing import Any
 from lazymerge.checkpoint import Note
 from lazymerge.conversions.adapters.adapter import WEIGHTS as ADAPTER
 from lazymerge.errors import InconsistentCheckpoint, OutputError
+from lazymerge.files.json_text import bounded
 from lazymerge.files.local import LocalFile
 from lazymerge.files.safetensors_file import read_safetensors
 from lazymerge.gather import of_region
@@ -80,7 +81,7 @@ def _record(folder: Path) -> dict[str, Any] | None:
     try:
         if path.is_symlink() or not path.is_file() or path.stat().st_size > _LARGEST:
             return None
-        record = json.loads(path.read_bytes())
+        record = json.loads(bounded(path.read_bytes()))
     except (OSError, ValueError, RecursionError):
         return None
     parts = ("job", "sources", "files")

@@ -25,11 +25,12 @@ import numpy as np
 import xxhash
 
 from lazymerge import __version__
-from lazymerge.errors import LazymergeError, OutputError
+from lazymerge.errors import LazymergeError
 from lazymerge.files.json_text import bounded
 from lazymerge.files.local import Descriptors, LocalFile
 from lazymerge.files.region import Region
 from lazymerge.files.safetensors_file import read_safetensors
+from lazymerge.files.writing import write_whole
 from lazymerge.output import MANIFEST
 from lazymerge.sidecars import is_sidecar
 from lazymerge.structure import SAFETENSORS, WEIGHTS, Problem
@@ -124,18 +125,7 @@ def make_manifest(
 
 def write_manifest(folder: Path, content: bytes) -> None:
     """Put a manifest into the folder, whole or not at all; `OutputError` if that fails."""
-    staged = folder / f".{MANIFEST}.part"
-    try:
-        with open(staged, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        staged.replace(folder / MANIFEST)
-    except OSError as error:
-        staged.unlink(missing_ok=True)
-        raise OutputError(
-            f"{folder / MANIFEST}: {error.strerror}", "check the disk and permissions"
-        ) from error
+    write_whole(folder / MANIFEST, content, folder / f".{MANIFEST}.part")
 
 
 def _names(folder: Path) -> Iterator[str]:

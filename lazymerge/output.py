@@ -84,7 +84,7 @@ class Destination:
         sources = sources_of(files)
         head = {"job": {**job, "sources": sorted(sources)}, "sources": sources}
         head = json.loads(json.dumps(head))  # as it is read again: tuples are lists there
-        if (self.folder / f".{MANIFEST}.part").exists():
+        if os.path.lexists(self.folder / f".{MANIFEST}.part"):
             (self.folder / f".{MANIFEST}.part").unlink()  # of a verification that was killed
         lines = read_lines(self._ended)
         if agree(lines, head, ("files", "kept")) and lines[0].get("sources") == head["sources"]:

@@ -9,6 +9,7 @@ import logging
 import os
 import pty
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -683,6 +684,62 @@ def test_errors_of_a_real_process(tmp_path: Path):
     assert done.returncode == 2
     assert re.fullmatch(r"error: .*nothing: No such file or directory\nhint: .+\n", done.stderr)
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_no_error(src: Path, tmp_path: Path, closed: str):
+    """As a daemon has it."""
+    for command in (
+        ["merge", src, tmp_path / "out", "--no-check"],
+        ["verify", src, "--against", tmp_path / "out"],
+    ):
+        words = [sys.executable, "-m", "lazymerge", *map(str, command)]
+        done = subprocess.run(["sh", "-c", f"exec {shlex.join(words)} {closed}"], cwd=ROOT, timeout=60)
+        assert done.returncode == 0
+    assert (tmp_path / "out/model.safetensors").exists()
+
+
+def test_a_full_stdout_is_said_on_stderr(src: Path, tmp_path: Path):
+    with open("/dev/full", "w") as full:
+        for flags in ([], ["--json"]):
+            words = [
+                sys.executable,
+                "-m",
+                "lazymerge",
+                "merge",
+                str(src),
+                str(tmp_path / "out"),
+                "--no-check",
+            ]
+            done = subprocess.run(
+                [*words, "--overwrite", *flags],
+                cwd=ROOT,
+                stdout=full,
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=60,
+            )
+            assert "error: the system: No space left on device" in done.stderr
+            assert "Traceback" not in done.stderr
+            assert "internal error" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "where", ["source", "result", "--hf-config", "--adapter", "--lora-config", "--backfill"]
+)
+@pytest.mark.parametrize("name", ["x" * 256, "loop/x", "null\0"], ids=["long", "loop", "null"])
+def test_paths_that_no_file_has(src: Path, tmp_path: Path, where: str, name: str):
+    (tmp_path / "loop").symlink_to("loop")
+    arguments: dict[str, Any] = {"src": src, "dst": tmp_path / "out"}
+    if where.startswith("--"):
+        arguments[where[2:].replace("-", "_")] = str(tmp_path / name)
+    else:
+        arguments["src" if where == "source" else "dst"] = tmp_path / name
+    with pytest.raises(lazymerge.LazymergeError) as caught:
+        lazymerge.merge(**arguments, check=False)
+    assert name[:200].replace("\0", "") in caught.value.problem
+    assert caught.value.hint
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from collections import namedtuple
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -83,12 +84,55 @@ def test_a_journal_that_is_no_file(src, tmp_path, name, kind):
         lazymerge.merge(src, tmp_path / "out")
 
 
+OWN = [".lazymerge/lock", ".lazymerge/journal.jsonl", ".lazymerge/partial.json", ".lazymerge-ended"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [*product(OWN, ["link", "dangling"]), (".lazymerge/lock", "hard link")]
+)
+def test_a_strangers_link_where_a_merge_keeps_its_own(src, tmp_path, name, kind):
+    """In a checkpoint of verl, whose folder of the result comes with it."""
+    path, victim = tmp_path / "out" / name, tmp_path / "victim"
+    path.parent.mkdir(parents=True)
+    if kind != "dangling":
+        victim.write_text("x")
+    path.hardlink_to(victim) if kind == "hard link" else path.symlink_to(victim)
+    with refused(OutputError, f"{path}: is no plain file", "remove it", dst=tmp_path / "none"):
+        lazymerge.merge(src, tmp_path / "out")
+    assert victim.exists() == (kind != "dangling")
+    assert kind == "dangling" or victim.read_text() == "x"
+
+
+@pytest.mark.parametrize("name", [".lazymerge-manifest.json.part", ".lazymerge/journal.jsonl.new"])
+@pytest.mark.parametrize("dangling", [False, True])
+def test_a_strangers_link_where_a_file_is_under_way(src, tmp_path, name, dangling):
+    path, victim = tmp_path / "out" / name, tmp_path / "victim"
+    path.parent.mkdir(parents=True)
+    if not dangling:
+        victim.write_text("x")
+    path.symlink_to(victim)
+    lazymerge.merge(src, tmp_path / "out", verify=True, overwrite=True)
+    assert_same_model(tmp_path / "out", TRUTH)
+    assert victim.exists() != dangling
+    assert dangling or victim.read_text() == "x"
+
+
+@pytest.mark.parametrize("name", OWN[1:])
+def test_a_strangers_journal_without_end(src, tmp_path, name):
+    path = tmp_path / "out" / name
+    path.parent.mkdir(parents=True)
+    with open(path, "wb") as file:
+        file.truncate(5 << 30)
+    with refused(OutputError, f"{path}: has 5368709120 bytes", "remove it", dst=tmp_path / "none"):
+        lazymerge.merge(src, tmp_path / "out")
+
+
 @pytest.mark.parametrize("name", [".lazymerge", ".lazymerge/lock"])
 def test_what_is_in_the_way_is_named(src, tmp_path, name):
     path = tmp_path / "out" / name
     path.parent.mkdir(parents=True)
     path.write_text("x") if name == ".lazymerge" else path.mkdir()
-    with refused(OutputError, f"{path}:", "remove what is there", dst=tmp_path / "none"):
+    with refused(OutputError, f"{path}:", "remove ", dst=tmp_path / "none"):
         lazymerge.merge(src, tmp_path / "out")
 
 

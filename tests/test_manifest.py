@@ -303,9 +303,11 @@ def test_a_name_that_no_file_has_is_no_bug(tmp_path, name):
         LocalFile(tmp_path / name)
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path):
+def test_a_manifest_that_cannot_be_written_is_told(tmp_path):
+    (tmp_path / MANIFEST).mkdir()
     with pytest.raises(OutputError, match=MANIFEST):
-        write_manifest(tmp_path / "nowhere", b"{}")
+        write_manifest(tmp_path, b"{}")
+    assert [path.name for path in tmp_path.iterdir()] == [MANIFEST]
 
 
 # ------------------------------------------------------------------------------------- structure

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import lazymerge
 from lazymerge import reread, verification
@@ -166,3 +167,19 @@ def test_a_file_of_another_save_among_the_ranks(checkpoint, tmp_path: Path, out:
     edit_rank(made, 2, other)
     with refused(InconsistentCheckpoint, "it is of another save", dst=out):
         lazymerge.merge(made.root, out)
+
+
+def test_hundreds_of_files_where_few_may_be_open(tmp_path):
+    """Of both sides together: the source has 300 files, the result as many, and 64 may be open."""
+    tensors = {f"w{i:03}": torch.full((8,), float(i)) for i in range(300)}
+    for name, tensor in tensors.items():
+        save_file({name: tensor}, tmp_path / f"model-{name}.safetensors")
+    places = {name: f"model-{name}.safetensors" for name in tensors}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    code = (
+        "import resource, lazymerge; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64));"
+        f"lazymerge.merge({str(tmp_path)!r}, {str(tmp_path.parent / 'few')!r},"
+        " max_shard_size=32, verify=True, check=False)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert len(list((tmp_path.parent / "few").glob("*.safetensors"))) == 300

@@ -33,9 +33,20 @@ CONTEXT = {
 
 def main() -> None:
     """Run the command that sys.argv gives, and end the process."""
+    _fill_closed_streams()
     if hasattr(sys.stdout, "reconfigure"):  # a name that the terminal's encoding lacks is no reason to fail
         sys.stdout.reconfigure(errors="backslashreplace")
     cli(prog_name="lazymerge")
+
+
+def _fill_closed_streams() -> None:
+    """Open what a daemon has closed: a file of weights would be descriptor 2, which any library writes to."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free, which is this one
+            setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
 
 
 class Commands(click.Group):

@@ -7,7 +7,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
@@ -38,6 +38,12 @@ def failures_told(as_json: bool, debug: bool) -> Iterator[None]:
     except MemoryError:
         limit = MemoryError("there is not enough memory for the metadata of this checkpoint")
         _fail(limit, str(limit), "merge where there is more, or raise the limit (ulimit, cgroup)", 2, as_json)
+    except OSError as error:
+        if debug:
+            traceback.print_exc()
+        where = error.filename2 or error.filename or "the system"
+        hint = "check the path, its permissions and the disk; the same command again goes on from there"
+        _fail(error, f"{where}: {error.strerror or error}", hint, 2, as_json)
     except Exception as error:
         if debug:
             traceback.print_exc()
@@ -51,7 +57,7 @@ def failures_told(as_json: bool, debug: bool) -> Iterator[None]:
 
 def _fail(error: Exception, problem: str, hint: str, exit_code: int, as_json: bool) -> NoReturn:
     if as_json:
-        print_json({"error": problem, "hint": hint, "kind": type(error).__name__})
+        _print_json(error, problem, hint)
     label = "" if problem.startswith("internal error: ") else click.style("error: ", fg="red", bold=True)
     click.echo(label + printable(problem), err=True)
     if hint:
@@ -59,10 +65,15 @@ def _fail(error: Exception, problem: str, hint: str, exit_code: int, as_json: bo
     sys.exit(exit_code)
 
 
+def _print_json(error: BaseException, problem: str, hint: str) -> None:
+    with suppress(OSError):  # which may be what is wrong; stderr says it too
+        print_json({"error": problem, "hint": hint, "kind": type(error).__name__})
+
+
 def _stop(stop: KeyboardInterrupt, as_json: bool) -> NoReturn:
     hint = "the same command again goes on where this one stopped"
     if as_json:
-        print_json({"error": "interrupted", "hint": hint, "kind": type(stop).__name__})
+        _print_json(stop, "interrupted", hint)
     click.echo(f"interrupted: {hint}", err=True)
     sys.exit(143 if isinstance(stop, Terminated) else 130)
 

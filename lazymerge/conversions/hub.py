@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,7 @@ class HubOptions:
             "backfill": self.backfill,
             "names": self.names,
             "check": self.check,
+            "transformers": _transformers(),
         }
 
     def named(self) -> list[str]:
@@ -59,6 +61,14 @@ class HubOptions:
 
 _IDLE = {"--tie-word-embedding", "--is-value-model"}
 """Flags that verl's merger takes for every backend, and that do nothing but for Megatron."""
+
+
+def _transformers() -> str | None:
+    """The version of transformers, whose names the result has."""
+    try:
+        return version("transformers")
+    except PackageNotFoundError:
+        return None
 
 
 def _hash(family: str | None) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,9 +11,21 @@ from lazymerge.errors import PlanError
 
 
 def given_path(path: str | os.PathLike[str], what: str) -> Path:
-    """The path of `what`; `PlanError` for an empty one, which would be the current folder."""
+    """The path of `what`; `PlanError` for an empty one, which would be the current folder, and for no path.
+
+    Such are too long a name, one with a null in it, and a link that leads to itself.
+    """
     if not os.fspath(path):
         raise PlanError(f"{what}: the path is empty", "give a path; the current folder is '.'")
+    try:
+        os.lstat(path)
+    except OSError as error:
+        if error.errno in {errno.ENAMETOOLONG, errno.ELOOP}:
+            raise PlanError(
+                f"{os.fspath(path)[:300]}: {error.strerror}", f"give another path for {what}"
+            ) from None
+    except ValueError as error:
+        raise PlanError(f"{os.fspath(path)!r:.300}: {error}", f"give another path for {what}") from None
     return Path(path)
 
 

@@ -7,7 +7,9 @@ file that is truncated under a mapping is a bus error, where a short `preadv` is
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import stat
 import threading
 from collections import Counter, OrderedDict
@@ -37,14 +39,21 @@ class Source(Protocol):
         ...
 
 
+def _idle_limit() -> int:
+    """An eighth of what this process may have open, since there are pools of both sides and of adapters."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 128 if allowed == resource.RLIM_INFINITY else max(1, min(128, allowed // 8))
+
+
 class Descriptors:
     """Open descriptors of many files, at most `limit` of them idle: hundreds of ranks, a ulimit of 1024.
 
-    One pool serves all files of a checkpoint. Positional reads share a descriptor between threads.
+    One pool serves all files of a checkpoint. Positional reads share a descriptor between threads. The limit
+    is 128 by default, and less where the process may have few open.
     """
 
-    def __init__(self, limit: int = 128) -> None:
-        self.limit = limit
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = _idle_limit() if limit is None else limit
         self._lock = threading.Lock()
         self._fds: OrderedDict[Path, int] = OrderedDict()  # least recently used first
         self._users: Counter[Path] = Counter()
@@ -161,9 +170,10 @@ class LocalFile:
             try:
                 fd = stack.enter_context(self.pool.using(self.path))
             except OSError as error:
-                raise SourceError(
-                    f"{self.path}: {error.strerror}", "check the path and its permissions"
-                ) from None
+                hint = "check the path and its permissions"
+                if error.errno in {errno.EMFILE, errno.ENFILE}:
+                    hint = "allow more open files: ulimit -n 1024"
+                raise SourceError(f"{self.path}: {error.strerror}", hint) from None
             yield fd
 
     def read_into(self, offset: int, buffer: memoryview) -> None:

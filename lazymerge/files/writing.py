@@ -16,11 +16,12 @@ from lazymerge.files.copying import write_all, write_error
 def created(path: Path, size: int = 0) -> Iterator[int]:
     """A descriptor of a new file, sized ahead, that is on the disk when the block has ended well.
 
-    Folders above it are made. Raises `OutputError`, also where there is no room for `size` bytes.
+    Folders above it are made, and a link in its place is not followed. Raises `OutputError`, also where there
+    is no room for `size` bytes.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     except OSError as error:
         raise write_error(error, str(path), 0) from error
     try:
@@ -33,10 +34,16 @@ def created(path: Path, size: int = 0) -> Iterator[int]:
             os.close(fd)
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a small file that is seen whole or not at all; `OutputError` if that cannot be done."""
-    scratch = path.with_name(f"{path.name}.new")
+def write_whole(path: Path, content: bytes, scratch: Path | None = None) -> None:
+    """Write a small file that is seen whole or not at all; `OutputError` if that cannot be done.
+
+    `scratch` is what it is called before, beside it; what has that name is removed.
+    """
+    scratch = scratch or path.with_name(f"{path.name}.new")
     try:
+        if os.path.lexists(scratch):
+            with suppress(OSError):  # then it cannot be written either
+                scratch.unlink()
         with created(scratch) as fd:
             write_all(fd, str(path), memoryview(content), 0)
         try:
