@@ -9,8 +9,6 @@ torch's (lazymerge.compute).
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import ml_dtypes
 import numpy as np
@@ -93,13 +91,13 @@ class Cast:
         done = 0
         for box in boxes_of_run(offset // self.dtype.itemsize, target.size, self.operand.shape):
             part = target[done : done + box.numel]
-            with _borrowed(box.numel * wide.itemsize) as raw:
-                fill(self.operand, box, raw.data, SCRATCH)
-                values = raw.view(wide)
-                if part.itemsize > values.itemsize:  # a bfloat16 is the upper half of a float32
-                    np.left_shift(raw.view(np.uint16), 16, out=part.view(np.uint32), dtype=np.uint32)
-                else:
-                    self._round(values, part)
+            raw = _spare_bytes(box.numel * wide.itemsize)
+            fill(self.operand, box, raw.data, SCRATCH)
+            values = raw.view(wide)
+            if part.itemsize > values.itemsize:  # a bfloat16 is the upper half of a float32
+                np.left_shift(raw.view(np.uint16), 16, out=part.view(np.uint32), dtype=np.uint32)
+            else:
+                self._round(values, part)
             done += box.numel
 
     def _round(self, values: NDArray[np.generic], result: NDArray[np.generic]) -> None:
@@ -122,10 +120,9 @@ class Cast:
 _spare = threading.local()
 
 
-@contextmanager
-def _borrowed(nbytes: int) -> Iterator[NDArray[np.uint8]]:
+def _spare_bytes(nbytes: int) -> NDArray[np.uint8]:
     """Bytes that the thread's next call uses again: fresh pages cost as much as a cast."""
     raw: NDArray[np.uint8] | None = getattr(_spare, "raw", None)
     if raw is None or raw.size < nbytes:
         raw = _spare.raw = np.empty(nbytes, np.uint8)
-    yield raw[:nbytes]
+    return raw[:nbytes]

@@ -32,7 +32,7 @@ from lazymerge.gather import Gather, of_region
 
 Floats = NDArray[np.floating[Any]]
 
-FLOATS = {
+_NUMPY = {
     "float64": np.dtype(np.float64),
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
@@ -115,7 +115,7 @@ class LowRank:
         self.dtype = dtype
         self._check()
         doubles = "float64" in {dtype.name, *(operand.dtype.name for operand in self._operands())}
-        self.wide = FLOATS["float64" if doubles else "float32"]
+        self.wide = _NUMPY["float64" if doubles else "float32"]
         self._lock = threading.Lock()
         self._norms: Floats | None = None
         check_effort(self.depth, self.steps)
@@ -123,7 +123,7 @@ class LowRank:
     def _check(self) -> None:
         """Raise `PlanError` where shapes or types do not go together: a plan may come out of a file."""
         rows, columns = self.base.shape if len(self.base.shape) == 2 else (-1, -1)
-        good = all(each.name in FLOATS for each in [self.dtype, *(x.dtype for x in self._operands())])
+        good = all(each.name in _NUMPY for each in [self.dtype, *(x.dtype for x in self._operands())])
         for term in self.terms:
             rank = term.left.shape[1:]
             good = good and term.left.shape == (rows, *rank) and len(rank) == 1 and 0 not in rank
@@ -195,7 +195,7 @@ class LowRank:
         itemsize, columns = self.dtype.itemsize, self.base.shape[1]
         if offset % itemsize or len(buffer) % itemsize:
             raise PlanError(f"{self.tensor}: a sum read from within an element", "make the plan again")
-        target = np.frombuffer(buffer, FLOATS[self.dtype.name])
+        target = np.frombuffer(buffer, _NUMPY[self.dtype.name])
         if not target.size:
             return
         factors = self._factors()
@@ -284,7 +284,7 @@ class _Sums:
         self._block = np.empty(grain, source.wide)
         self._product = np.empty(grain, source.wide)
         together = (min(end - begin, _TOGETHER * grain[0]), grain[1])
-        self._base = np.empty(together, FLOATS[source.base.dtype.name])
+        self._base = np.empty(together, _NUMPY[source.base.dtype.name])
         self._base_at = self._base_end = begin
         self._pairs: list[tuple[Floats, Floats | None, float]] = []
         for term in source.terms:
@@ -355,7 +355,7 @@ def _read(gather: Gather, window: Box, wide: np.dtype[Any]) -> Floats:
 
 def _read_into(gather: Gather, window: Box, result: Floats, scratch: NDArray[np.uint8]) -> None:
     """Fill `result` with a window of a gather; what has to be widened is read into `scratch` first."""
-    narrow = FLOATS[gather.dtype.name]
+    narrow = _NUMPY[gather.dtype.name]
     if narrow == result.dtype:
         fill(gather, window, result.reshape(-1).view(np.uint8).data, SCRATCH)
         return
@@ -366,7 +366,7 @@ def _read_into(gather: Gather, window: Box, result: Floats, scratch: NDArray[np.
 
 def _widen(values: NDArray[Any], result: Floats) -> None:
     """``result[...] = values``"""
-    if values.dtype == FLOATS["bfloat16"] and result.itemsize == 4:  # the upper half of a float32
+    if values.dtype == _NUMPY["bfloat16"] and result.itemsize == 4:  # the upper half of a float32
         np.left_shift(values.view(np.uint16), 16, out=result.view(np.uint32), dtype=np.uint32)
     else:
         np.copyto(result, values)

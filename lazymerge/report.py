@@ -16,7 +16,7 @@ from typing import Any
 from lazymerge.budget import Spending, high_water, resident
 from lazymerge.checkpoint import Note
 from lazymerge.conversions.adapters.adapter import WEIGHTS as ADAPTER
-from lazymerge.conversions.dtypes import FLOATS
+from lazymerge.files.dtype import FLOATS
 from lazymerge.formats.staged import STAGE
 from lazymerge.prepare import CONVERT, Prepared
 from lazymerge.sidecars import CONFIG, config_dtype

@@ -8,10 +8,9 @@ from collections.abc import Collection, Mapping
 from lazymerge import casting
 from lazymerge.checkpoint import Checkpoint, Note
 from lazymerge.errors import PlanError
-from lazymerge.files.dtype import DTYPES, DType
+from lazymerge.files.dtype import DTYPES, FLOATS, DType
 from lazymerge.gather import Gather
 
-FLOATS = ("float64", "float32", "float16", "bfloat16")
 _ALIASES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
 
 KEPT = ("e_score_correction_bias", "expert_bias")

@@ -119,6 +119,5 @@ def write_error(error: OSError, name: str, at: int) -> OutputError:
 
 def start_writeback(target: int, at: int, size: int) -> None:
     """Ask the kernel to begin writing a range out and to drop it from the cache (advice, never an error)."""
-    if hasattr(os, "posix_fadvise"):
-        with suppress(OSError):
-            os.posix_fadvise(target, at, size, os.POSIX_FADV_DONTNEED)
+    with suppress(OSError):
+        os.posix_fadvise(target, at, size, os.POSIX_FADV_DONTNEED)

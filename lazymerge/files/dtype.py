@@ -56,3 +56,6 @@ _TABLE = (
 DTYPES: dict[str, DType] = {
     name: DType(name, size, code, order) for order, (name, size, code) in enumerate(_TABLE)
 }
+
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+"""Floating-point types that are computed in."""

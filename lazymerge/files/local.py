@@ -208,6 +208,5 @@ class LocalFile:
 
     def forget(self, offset: int, size: int) -> None:
         """Let the kernel drop the cached pages of a range that is done with (advice, never an error)."""
-        if hasattr(os, "posix_fadvise"):
-            with suppress(OSError), self.opened() as fd:
-                os.posix_fadvise(fd, offset, size, os.POSIX_FADV_DONTNEED)
+        with suppress(OSError), self.opened() as fd:
+            os.posix_fadvise(fd, offset, size, os.POSIX_FADV_DONTNEED)

@@ -9,14 +9,13 @@ from typing import TypeVar
 from lazymerge.boxes import Box, Piece, Shape
 from lazymerge.checkpoint import Copy
 from lazymerge.errors import InconsistentCheckpoint, UnsupportedCheckpoint
-from lazymerge.files.dtype import DType
+from lazymerge.files.dtype import FLOATS, DType
 from lazymerge.files.region import Region
 from lazymerge.formats.entries import Distributed, Entry, Plain, Sharded
 from lazymerge.formats.placement import Layout, Partial, Shard, box_of, cuts, filled
 from lazymerge.gather import Constant, Gather, Shards, of_region
 from lazymerge.tiling import check
 
-FLOATS = ("float64", "float32", "float16", "bfloat16")
 SUMMED = (*FLOATS, "int64", "int32", "int16", "int8", "uint8", "complex64", "complex128")
 """Element types of partial values that are summed; averages are of the first four only."""
 

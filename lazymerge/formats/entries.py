@@ -2,7 +2,7 @@
 
 The classes are known by their last name, since their modules have moved between releases
 (torch.distributed._tensor.api.DTensor up to 2.4, torch.distributed.tensor.DTensor since 2.5), and
-state keys that are not known are ignored. See shared/formats/fsdp-dcp.md, sections 2 and 3.
+state keys that are not known are ignored. Read off files of torch 2.13 and the sources of 2.1 to 2.12.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Every tensor dimension is cut by a sequence of mesh dimensions, one after the ot
     with a strided shard       placements are walked right to left; each is put into the sequence where the
                                mesh dimensions before it multiply up to its split factor (a plain shard: 1)
 
-Read off files of torch 2.13 and the sources of 2.1 to 2.12 (shared/formats/fsdp-dcp.md, section 2).
+Read off files of torch 2.13 and the sources of 2.1 to 2.12.
 FSDP2 over tensor parallelism in torch 2.4 and older wrote plain shards for a right-to-left cut; that is
 `right_to_left`, which the format decides.
 """

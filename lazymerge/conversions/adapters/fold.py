@@ -43,9 +43,9 @@ from lazymerge.conversions.adapters.whole import in_hub_form
 from lazymerge.conversions.dtypes import Wanted, cast
 from lazymerge.conversions.tying import HEADS
 from lazymerge.errors import InconsistentCheckpoint, PlanError, UnsupportedCheckpoint
-from lazymerge.files.dtype import DType
+from lazymerge.files.dtype import FLOATS, DType
 from lazymerge.gather import Gather
-from lazymerge.lowrank import FLOATS, Term
+from lazymerge.lowrank import Term
 
 if TYPE_CHECKING:
     from lazymerge.conversions.architecture import Architecture

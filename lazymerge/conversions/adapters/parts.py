@@ -26,9 +26,9 @@ from lazymerge.errors import (
     InconsistentCheckpoint,
     UnsupportedCheckpoint,
 )
+from lazymerge.files.dtype import FLOATS
 from lazymerge.fill import alike
 from lazymerge.gather import Gather
-from lazymerge.lowrank import FLOATS
 
 _LORA = re.compile(
     r"(?P<module>.+?)(?P<inner>(\.base_layer)*)\."

@@ -12,10 +12,9 @@ from lazymerge.conversions.adapters.tied import Ties
 from lazymerge.conversions.adapters.vocabulary import may_grow
 from lazymerge.conversions.dtypes import Wanted, cast
 from lazymerge.errors import InconsistentCheckpoint, PlanError, UnsupportedCheckpoint
-from lazymerge.files.dtype import DTYPES
+from lazymerge.files.dtype import DTYPES, FLOATS
 from lazymerge.fill import alike
 from lazymerge.gather import Gather
-from lazymerge.lowrank import FLOATS
 
 GIVE_ITS_BASE = "give the base that the adapter was trained on"
 
@@ -65,7 +64,7 @@ class Replaced:
                 f"{settings.name}: {whole.name} has shape {gather.shape}, the base's {target} {base.shape}",
                 GIVE_ITS_BASE,
             )
-        if gather.dtype is not base.dtype and not {gather.dtype.name, base.dtype.name} <= FLOATS.keys():
+        if gather.dtype is not base.dtype and not {gather.dtype.name, base.dtype.name} <= set(FLOATS):
             raise InconsistentCheckpoint(
                 f"{settings.name}: {whole.name} is of {gather.dtype}, the base's {target} of {base.dtype}",
                 "give the base that the adapter was trained on, not quantised",
