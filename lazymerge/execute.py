@@ -11,7 +11,6 @@ file, so that their number and order change nothing in the result.
 from __future__ import annotations
 
 import os
-import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from lazymerge.files.local import LocalFile
 from lazymerge.files.region import contiguous_strides
 from lazymerge.fill import SCRATCH, fill, windows
 from lazymerge.plan import SMALLEST_RUN, OutputFile, PlannedTensor, run_of
+from lazymerge.threads import share
 
 FORGOTTEN_FROM = 1 << 20
 """Bytes of a tensor whose source is worth a call that drops it from the page cache."""
@@ -75,58 +75,29 @@ def write_tensors(
     longer runs then. `on_bytes` is called, from any worker, with the
     number of bytes that a step has written. The first error of any worker ends all of them and is raised.
     """
-    queue = _Queue(_joined(step for tensor in file.tensors for step in steps(tensor, block, scattered)))
+    queue = _joined(step for tensor in file.tensors for step in steps(tensor, block, scattered))
     copier = Copier(target, file.name)
-    threads = [
-        threading.Thread(target=_work, args=(queue, copier, block, on_bytes)) for _ in range(workers - 1)
-    ]
-    started: list[threading.Thread] = []
-    try:
-        for thread in threads:
-            thread.start()
-            started.append(thread)
-        _work(queue, copier, block, on_bytes)
-    except BaseException as error:  # an interrupt reaches this thread only
-        queue.fail(error)
-    _join(started, queue)
-    if queue.error is not None:
-        raise queue.error
+    share(queue, lambda taken: _work(taken, copier, block, on_bytes), workers)
 
 
-def _join(threads: list[threading.Thread], queue: _Queue) -> None:
-    """Wait until all have ended, whatever comes: after this their descriptor is closed."""
-    for thread in threads:
-        while thread.is_alive():
-            try:
-                thread.join()
-            except BaseException as error:
-                queue.fail(error)
-
-
-def _work(queue: _Queue, copier: Copier, block: int, on_bytes: Callable[[int], None]) -> None:
-    """Take steps until there are none, or until one of them fails."""
+def _work(queue: Iterator[Step], copier: Copier, block: int, on_bytes: Callable[[int], None]) -> None:
+    """Take steps until there are none."""
     buffer = bytearray()
-    while True:
-        try:
-            step = queue.take()  # what it raises while it works steps out counts like any other error
-            if step is None:
-                return
-            if isinstance(step, CopyRun):
-                copier.copy(step.source, step.source_at, step.at, step.size)
-                step.source.forget(step.source_at, step.size)
-            else:
-                if len(buffer) < step.size:
-                    buffer = bytearray()  # the smaller one goes first, so that there is one at a time
-                    buffer = bytearray(step.size)
-                with memoryview(buffer)[: step.size] as view:
-                    fill(step.tensor.gather, step.window, view, min(block, SCRATCH))
-                    write_all(copier.target, copier.name, view, step.at)
-                if step.is_last and step.tensor.nbytes >= FORGOTTEN_FROM:
-                    _forget(step.tensor)
-            start_writeback(copier.target, step.at, step.size)
-            on_bytes(step.size)
-        except BaseException as error:  # whatever it is, it is raised again when all workers have ended
-            queue.fail(error)
+    for step in queue:
+        if isinstance(step, CopyRun):
+            copier.copy(step.source, step.source_at, step.at, step.size)
+            step.source.forget(step.source_at, step.size)
+        else:
+            if len(buffer) < step.size:
+                buffer = bytearray()  # the smaller one goes first, so that there is one at a time
+                buffer = bytearray(step.size)
+            with memoryview(buffer)[: step.size] as view:
+                fill(step.tensor.gather, step.window, view, min(block, SCRATCH))
+                write_all(copier.target, copier.name, view, step.at)
+            if step.is_last and step.tensor.nbytes >= FORGOTTEN_FROM:
+                _forget(step.tensor)
+        start_writeback(copier.target, step.at, step.size)
+        on_bytes(step.size)
 
 
 def write_file(
@@ -174,25 +145,6 @@ def _forget(tensor: PlannedTensor) -> None:
     for _, region in tensor.gather.pieces():
         if isinstance(region.source, LocalFile):
             region.source.forget(region.offset, region.extent)
-
-
-class _Queue:
-    """An iterator that threads share, until something fails."""
-
-    def __init__(self, steps: Iterator[Step]) -> None:
-        self.error: BaseException | None = None
-        self._steps = steps
-        self._lock = threading.Lock()
-
-    def take(self) -> Step | None:
-        """The next step; None if there is none or something has failed."""
-        with self._lock:
-            return None if self.error is not None else next(self._steps, None)
-
-    def fail(self, error: BaseException) -> None:
-        """Give no more steps; the first error is kept."""
-        with self._lock:
-            self.error = self.error or error
 
 
 def steps(tensor: PlannedTensor, block: int, scattered: int = 0) -> Iterator[Step]:

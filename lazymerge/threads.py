@@ -4,52 +4,60 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 Unit = TypeVar("Unit")
 
 
 class Shared(Generic[Unit]):
-    """An iterator that threads take from in turns, until it is stopped."""
+    """An iterator that threads take from in turns, until one of them fails: `error` is the first that did."""
 
     def __init__(self, units: Iterable[Unit]) -> None:
+        self.error: BaseException | None = None
         self._units = iter(units)
         self._lock = threading.Lock()
-        self._stopped = False
 
     def __iter__(self) -> Iterator[Unit]:
         return self
 
     def __next__(self) -> Unit:
         with self._lock:
-            if self._stopped:
+            if self.error is not None:
                 raise StopIteration
             return next(self._units)
 
-    def stop(self) -> None:
+    def fail(self, error: BaseException) -> None:
         """Give out no more."""
-        self._stopped = True
+        with self._lock:
+            self.error = self.error or error
 
 
 def share(units: Iterable[Unit], work: Callable[[Iterator[Unit]], None], workers: int) -> None:
-    """Call `work` in as many threads, each with the one iterator that gives every unit to one of them.
+    """Call `work` in as many threads, this one among them, with the one iterator that gives each unit once.
 
-    Returns when all have ended; an error of one of them, or an interrupt, is raised then.
+    Returns when all have ended; the first error of any of them, of `units`, or an interrupt, is raised then.
     """
     shared = Shared(units)
 
     def run() -> None:
         try:
             work(shared)
-        except BaseException:
-            shared.stop()
-            raise
+        except BaseException as error:
+            shared.fail(error)
 
-    with ThreadPoolExecutor(workers) as pool:
-        try:
-            for future in [pool.submit(run) for _ in range(workers)]:
-                future.result()
-        except BaseException:  # an interrupt reaches this thread only
-            shared.stop()
-            raise
+    started: list[threading.Thread] = []
+    try:
+        for thread in [threading.Thread(target=run) for _ in range(workers - 1)]:
+            thread.start()
+            started.append(thread)
+        work(shared)
+    except BaseException as error:  # an interrupt reaches this thread only
+        shared.fail(error)
+    for thread in started:
+        while thread.is_alive():  # whatever comes: what they write to is closed after this
+            try:
+                thread.join()
+            except BaseException as error:
+                shared.fail(error)
+    if shared.error is not None:
+        raise shared.error

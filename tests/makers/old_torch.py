@@ -1,8 +1,8 @@
 """A rank file of torch 2.13 rewritten as an earlier release would have written it.
 
 No older torch is at hand here, so the objects that carry layout are replaced by stand-ins with the module
-paths and the state of the release, as its source writes them (the table below), and pickled by torch.save with
-a pickler that writes those paths. The tensors, their storages and the container stay torch's own, but for two
+paths and the state of the release, as its source writes them (the table below), and pickled by torch.save
+with a pickler that writes those paths. Tensors, storages and the container stay torch's own, but for two
 records that came with 2.7.
 
 | release | what changed in it |
