@@ -372,6 +372,7 @@ def test_blocks_of_gate_and_up_in_turn(tmp_path, ranks, apart):
     state["decoder.layers.0.mlp.linear_fc1.weight"] = numbered(8, 2)
     state["args"] = argparse.Namespace(
         swiglu=True,
+        moe_grouped_gemm=True,
         moe_mlp_glu_interleave_size=block,
         tensor_model_parallel_size=4,
         expert_tensor_parallel_size=ranks,
@@ -399,10 +400,64 @@ def test_blocks_of_gate_and_up_in_turn(tmp_path, ranks, apart):
 def test_blocks_that_cannot_be_put_in_order(tmp_path, settings, kind, words):
     state = {
         "decoder.layers.0.mlp.experts.experts.linear_fc1.weight": numbered(1, 8, 2),
-        "args": argparse.Namespace(swiglu=True, **settings),
+        "args": argparse.Namespace(swiglu=True, moe_grouped_gemm=True, **settings),
     }
     with pytest.raises(kind, match=words):
         names_of(tmp_path, state)
+
+
+BLOCKS = {"swiglu": True, "moe_mlp_glu_interleave_size": 2}
+STACK = "decoder.layers.0.mlp.experts.experts.linear_fc1.weight"
+SINGLE = "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight"
+IN_TURN = torch.tensor([0, 1, 4, 5, 2, 3, 6, 7])  # rows of [gate; up] where they are in blocks of 2
+
+
+@pytest.mark.parametrize(
+    ("key", "settings", "grouped"),
+    [
+        (STACK, {"moe_grouped_gemm": True}, True),
+        (STACK, {"moe_grouped_gemm": True, "transformer_impl": "transformer_engine"}, True),
+        (STACK, {"moe_grouped_gemm": False}, False),
+        (STACK, {"moe_grouped_gemm": True, "transformer_impl": "local"}, False),
+        (SINGLE, {}, False),
+        (SINGLE, {"moe_grouped_gemm": True}, False),
+        ("decoder.layers.0.mlp.experts.linear_fc1.weight0", {}, True),
+    ],
+)
+@pytest.mark.parametrize("apart", [False, True])
+def test_only_grouped_experts_have_blocks(tmp_path, key, settings, grouped, apart):
+    """mcore's SequentialMLP ignores `moe_mlp_glu_interleave_size`: its gate and up are halves."""
+    fc1 = numbered(8, 2)
+    stored = fc1[IN_TURN] if grouped else fc1
+    if apart:
+        key = key.replace("experts.experts.", "experts.experts.0.")
+    elif key == STACK:
+        stored = stored[None]
+    state = {f"{key}_w": stored[:4], f"{key}_v": stored[4:]} if apart else {key: stored}
+    state["args"] = argparse.Namespace(**BLOCKS, **settings)
+    assert_same_tensors(names_of(tmp_path, state), {SINGLE: fc1})
+
+
+def test_whether_experts_are_grouped_is_not_guessed(tmp_path):
+    state = {STACK: numbered(1, 8, 2), "args": argparse.Namespace(**BLOCKS)}
+    with pytest.raises(UnsupportedCheckpoint, match="moe_grouped_gemm is 'None'"):
+        names_of(tmp_path, state)
+
+
+@pytest.mark.parametrize("rows", [4, 8])
+def test_gate_and_up_that_the_arguments_do_not_know(tmp_path, rows):
+    """As many rows as columns of linear_fc2 are one projection, twice as many are gate and up."""
+    gated = rows == 8
+    layer = "decoder.layers.0.mlp.linear_fc"
+    state: dict[str, Any] = {f"{layer}1.weight": numbered(rows, 2), f"{layer}2.weight": numbered(2, 4)}
+    for number, said in enumerate((gated, None, not gated)):
+        if said is not None:
+            state["args"] = argparse.Namespace(swiglu=said, gated_linear_unit=False, quick_geglu=False)
+        if said is (not gated):
+            with pytest.raises(InconsistentCheckpoint, match=rf"args say {'not ' * gated}gated"):
+                names_of(tmp_path / str(number), state)
+        else:
+            names_of(tmp_path / str(number), state)
 
 
 # ---- the trainer's arguments -------------------------------------------------------------------------------
@@ -429,9 +484,48 @@ def test_arguments_of_megatron_bridge(tmp_path):
     folder = save_dcp(tmp_path / "x", ONE)
     torch.save({"iteration": 3}, folder / "common.pt")
     (folder / "run_config.yaml").write_text("model:\n  kv_channels: 7\n  num_moe_experts: 4\n")
-    settings = read_dist(folder).settings
-    assert settings["kv_channels"] == 7
-    assert settings["num_experts"] == 4
+    found = read_dist(folder)
+    assert found.settings["kv_channels"] == 7
+    assert found.settings["num_experts"] == 4
+    assert folder / "run_config.yaml" in {file.path for file in found.files}, "a resumed merge checks it"
+
+
+VERL = {
+    "num_moe_experts": 4,
+    "num_query_groups": 2,
+    "layernorm_zero_centered_gamma": True,
+    "params_dtype": "torch.bfloat16",
+    "attention_backend": "AttnBackend.flash",
+    "moe_layer_freq": [0, 1],
+    "gated_linear_unit": True,
+}
+"""Spelled as `_to_json_safe_config_value` of verl's megatron_checkpoint_manager.py does."""
+
+
+@pytest.mark.parametrize("inner", ["actor/dist_ckpt", "actor/model/dist_ckpt"])  # verl up to 0.8, from 0.9
+def test_the_config_that_verl_leaves_beside(tmp_path, inner, monkeypatch):
+    folder = save_dcp(tmp_path / inner, ONE)
+    path = tmp_path / "actor" / "transformer_config.json"
+    path.write_text(json.dumps(VERL))
+    monkeypatch.chdir(folder)
+    for each in (folder, Path()):
+        found = read_dist(each)
+        expected = {"num_experts": 4, "apply_layernorm_1p": True, "group_query_attention": True}
+        expected["params_dtype"] = "bfloat16"
+        assert {name: found.settings.get(name) for name in expected} == expected
+        assert path in {file.path for file in found.files}, "a resumed merge checks it"
+    (folder / "run_config.yaml").write_text("model:\n  num_moe_experts: 8\n")
+    assert read_dist(folder).settings["num_experts"] == 8, "what lies with the tensors goes first"
+    (folder / "run_config.yaml").unlink()
+    path.write_text('{"num_moe_')
+    with pytest.raises(DamagedFile, match=r"transformer_config\.json: not the JSON that verl writes"):
+        read_dist(folder)
+
+
+def test_a_config_of_verl_beside_another_folder(tmp_path):
+    folder = save_dcp(tmp_path / "actor" / "x", ONE)
+    (tmp_path / "actor" / "transformer_config.json").write_text(json.dumps(VERL))
+    assert read_dist(folder).settings == {}
 
 
 def test_no_arguments(tmp_path):
@@ -586,6 +680,8 @@ def test_common_state_that_has_to_be_there(tmp_path):
         ({"num_experts": 8}, "4 experts in the files, expected 8"),
         ({"apply_layernorm_1p": "True"}, "apply_layernorm_1p is 'True', expected True or False"),
         ({"rotary_interleaved": 1}, "rotary_interleaved is '1'"),
+        ({"moe_grouped_gemm": 1}, "moe_grouped_gemm is '1'"),
+        ({"swiglu": False}, "gate and up, where args say not gated"),
     ],
 )
 def test_arguments_of_another_model(tmp_path, changes, words):

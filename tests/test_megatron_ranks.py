@@ -241,7 +241,8 @@ def test_layers_of_interleaved_stages_get_their_global_numbers(tmp_path: Path) -
     assert len(found.gathers) == 5 * 3 + 3
     assert not any("_extra_state" in name for name in [*found.gathers, *found.left_out])
     assert found.left_out == {"optimizer": "beside the model"}
-    assert found.notes == []
+    (note,) = found.notes
+    assert note.level == "warning" and "none of the 2 folders was renamed" in note.text
 
 
 def test_a_virtual_stage_that_is_absent_is_refused(tmp_path: Path) -> None:

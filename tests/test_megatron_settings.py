@@ -18,7 +18,12 @@ from lazymerge.files.local import LocalFile
 from lazymerge.files.torch_file import read_torch_file
 from lazymerge.formats.megatron.arguments import read_arguments
 from lazymerge.formats.megatron.found import Found
-from lazymerge.formats.megatron.settings import is_gated, read_run_config, settings_of
+from lazymerge.formats.megatron.settings import (
+    is_gated,
+    read_run_config,
+    read_transformer_config,
+    settings_of,
+)
 from lazymerge.formats.zarr import read_zarr
 
 
@@ -112,8 +117,12 @@ def run_config(tmp_path: Path, text: str) -> Path:
     return path
 
 
+def settings_in(path: Path) -> dict[str, object]:
+    return read_run_config(LocalFile(path))
+
+
 def test_bridge_names_become_arguments(tmp_path: Path) -> None:
-    settings = read_run_config(run_config(tmp_path, RUN_CONFIG))
+    settings = settings_in(run_config(tmp_path, RUN_CONFIG))
     expected = {
         "num_layers": 4,
         "num_experts": 64,
@@ -140,7 +149,7 @@ def test_a_tied_gelu_model_without_groups(tmp_path: Path) -> None:
         .replace("groups: 2", "groups: null")
         .replace("weights: false", "weights: true")
     )
-    settings = read_run_config(run_config(tmp_path, text))
+    settings = settings_in(run_config(tmp_path, text))
     assert settings["swiglu"] is False
     assert settings["gated_linear_unit"] is True
     assert settings["group_query_attention"] is False
@@ -183,7 +192,7 @@ def test_what_is_no_run_config_is_refused_with_its_name(
 ) -> None:
     path, before = run_config(tmp_path, text), time.process_time()
     with pytest.raises(kind, match=r"run_config\.yaml: ") as caught:
-        read_run_config(path)
+        settings_in(path)
     assert time.process_time() - before < 4
     assert len(caught.value.problem) < 300 + len(str(path))
 
@@ -192,19 +201,28 @@ def test_a_large_or_absent_run_config_is_refused(tmp_path: Path) -> None:
     with (tmp_path / "large.yaml").open("wb") as file:
         file.truncate(1 << 33)
     with pytest.raises(UnsupportedCheckpoint, match=str(1 << 33)):
-        read_run_config(tmp_path / "large.yaml")
+        settings_in(tmp_path / "large.yaml")
     with pytest.raises(SourceError):
-        read_run_config(tmp_path / "absent.yaml")
+        settings_in(tmp_path / "absent.yaml")
 
 
 @pytest.mark.parametrize("number", ["1:1", "!!int 1:1", "!!float 1:1", "-1:30", "1:1.5"])
 def test_numbers_of_the_base_60_are_texts(tmp_path: Path, number: str) -> None:
     """A number takes the square of its length: 400 KB took a quarter of a minute."""
-    settings = read_run_config(run_config(tmp_path, f"model: {{x: {number}, n: 12, f: 1.5}}"))
+    settings = settings_in(run_config(tmp_path, f"model: {{x: {number}, n: 12, f: 1.5}}"))
     assert settings == {"x": number.rpartition(" ")[2], "n": 12, "f": 1.5}
     long = run_config(tmp_path, f"model:\n  x: {number.replace('1:1', '1' + ':1' * 200_000)}\n")
     before = time.process_time()
-    assert set(read_run_config(long)) == {"x"}
+    assert set(settings_in(long)) == {"x"}
+    assert time.process_time() - before < 4
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{", "[" * 100_000, "{" * 100_000, "[0," * (1 << 20)])
+def test_what_is_no_config_of_verl_is_refused_with_its_name(tmp_path: Path, text: str) -> None:
+    path, before = tmp_path / "transformer_config.json", time.process_time()
+    path.write_text(text)
+    with pytest.raises(DamagedFile, match=r"transformer_config\.json: not the JSON that verl writes"):
+        read_transformer_config(LocalFile(path))
     assert time.process_time() - before < 4
 
 
@@ -216,17 +234,19 @@ def dangling(path: Path) -> None:
     path.symlink_to(path.parent / "nowhere")
 
 
-@pytest.mark.parametrize("name", ["run_config.yaml", "common.pt", "metadata.json"])
+@pytest.mark.parametrize("name", ["run_config.yaml", "transformer_config.json", "common.pt", "metadata.json"])
 @pytest.mark.parametrize("made", [dangling, Path.mkdir, os.mkfifo, device])
 def test_settings_that_are_no_file_are_not_as_good_as_none(
     tmp_path: Path, made: Callable[[Path], None], name: str
 ) -> None:
     """Without them norms are taken as they are, one less than the model's."""
-    store, found = read_zarr(tmp_path), Found()
-    assert read_arguments(tmp_path, store, found) == {}
-    made(tmp_path / name)
+    folder = tmp_path / "dist_ckpt"
+    folder.mkdir()
+    store, found = read_zarr(folder), Found()
+    assert read_arguments(folder, store, found) == {}
+    made((tmp_path if name == "transformer_config.json" else folder) / name)
     with pytest.raises(SourceError, match=rf"{name}: is a "):
-        read_arguments(tmp_path, store, found)
+        read_arguments(folder, store, found)
 
 
 def test_a_number_beyond_all_counting_is_a_text_that_says_so(tmp_path: Path) -> None:

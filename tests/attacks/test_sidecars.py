@@ -161,11 +161,19 @@ def zarr(folder: Path) -> None:
         (folder / name / "0").write_bytes(bytes(16))
 
 
+def verl(folder: Path) -> None:
+    """A step of verl: the model's settings are two folders above the tensors."""
+    (folder / "model" / "dist_ckpt").mkdir(parents=True)
+    zarr(folder / "model" / "dist_ckpt")
+    (folder / "model" / "dist_ckpt" / "metadata.json").write_text('{"sharded_backend": "zarr"}')
+
+
 SETTINGS: dict[str, Callable[[Path], None]] = {
     "latest_checkpointed_iteration.txt": run,
     "fsdp_config.json": ranks,
     "lora_train_meta.json": ranks,
     "run_config.yaml": zarr,
+    "transformer_config.json": verl,
     "common.pt": zarr,
     "metadata.json": zarr,
     "decoder.final_layernorm.weight/.zarray": zarr,

@@ -77,6 +77,7 @@ def write_torch(
             name += f"_{ep_rank:03d}" if parallel.ep > 1 else ""
             number += pp_rank * parallel.tp * parallel.dp
             others = {"moe_mlp_glu_interleave_size": block, "use_legacy_models": old_names is not None}
+            others["moe_grouped_gemm"] = experts_of(model) > 0 and experts != "local"
             _write_file(folder / name, states, arguments(model, parallel, number, **others))
 
 

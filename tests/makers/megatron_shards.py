@@ -30,6 +30,7 @@ COLUMN = (
 ROW = ("linear_proj", "linear_fc2", "out_proj")
 BY_HEAD = ("A_log", "dt_bias", "core_attention.softmax_offset")
 ZERO_CENTERED = ("gemma2", "gemma3_text", "qwen3_next")  # as the bridge's provider of each has it
+INTERLEAVED = ("glm4", "llama4_text")  # as transformers rotates them
 DELTA_PARTS = re.compile(r"(.*\.(?:in_proj|conv1d)\.weight)\.(\w+)")
 DOWN = re.compile(r"linear_(q|kv)_down_proj\.weight$")
 EXPERT = re.compile(r"(.*\.mlp\.experts\.)local_experts\.(\d+)\.(.*)")
@@ -191,6 +192,8 @@ def arguments(model: Megatron, parallel: Parallel, rank: int = 0, **others: Any)
         "swiglu": True,
         "quick_geglu": False,
         "layernorm_zero_centered_gamma": config["model_type"] in ZERO_CENTERED,
+        "rotary_interleaved": config["model_type"] in INTERLEAVED,
+        "moe_grouped_gemm": bool(experts),
         "moe_mlp_glu_interleave_size": None,
         "use_legacy_models": False,
         "params_dtype": torch.bfloat16,

@@ -3,6 +3,7 @@
 Twice as many heads of half the width give tensors of the same shapes with their rows in another order. So
 what decides the order of rows is compared wherever Megatron recorded it. That the arguments are those of
 the tensors is known before (lazymerge.formats.megatron.told), but for the hidden size so is that they fit.
+What Megatron recorded nowhere is named in a note.
 """
 
 from __future__ import annotations
@@ -10,16 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lazymerge.conversions.megatron.family import Config, Family
+from lazymerge.checkpoint import Note
+from lazymerge.conversions.megatron.family import Config, Family, positive
+from lazymerge.conversions.megatron.layouts import DELTA, HEADS, is_centred
 from lazymerge.errors import InconsistentCheckpoint, UnsupportedCheckpoint
 from lazymerge.formats.megatron.grid import size
-
-_DELTA_NET = (
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-)
 
 
 def check_agreement(config: Config, family: Family) -> None:
@@ -41,6 +37,44 @@ def check_agreement(config: Config, family: Family) -> None:
             f" another order than those of {family.name} on the hub",
             "no table permutes them yet: give one of your own by --family FILE.py",
         )
+    if config.hf.get("kv_lora_rank") is not None and config.hf.get("rope_interleave") is False:
+        raise UnsupportedCheckpoint(
+            "config.json: rope_interleave is false, and Megatron's latent attention always has its rotary"
+            " dimensions interleaved",
+            "give the config.json of the model that was trained by --hf-config, or mend rope_interleave",
+        )
+
+
+def unconfirmed(config: Config, *, tower: bool) -> Note | None:
+    """What only config.json and the family's usual way say of the order of rows and of norms, if anything.
+
+    `tower` says whether a vision tower's heads are among it: no trainer records them.
+    """
+    said = [
+        f"{field} = {value}"
+        for _, recorded, field, value in _pairs(config)
+        if recorded is None and value is not None and field in (*HEADS, *DELTA)
+    ]
+    heads = positive(config.vision, "num_heads", "num_attention_heads") if tower else None
+    said += [] if heads is None else [f"vision_config.num_heads = {heads}"]
+    if not config.megatron:
+        shown = f" ({', '.join(said)})" if said else ""
+        text = (
+            "the trainer's arguments are not recorded: that norms are not centred, and the order of heads and"
+            f" rotary dimensions, are taken from config.json{shown} and the usual way of the family"
+        )
+        return Note("info", text)
+    if is_centred(config) is None:
+        said.append("whether norms are centred")
+    latent = config.megatron.get("multi_latent_attention") is True
+    if not isinstance(config.megatron.get("rotary_interleaved"), bool) and not latent:
+        said.append("the order of rotary dimensions")
+    if not said:
+        return None
+    text = (
+        f"the trainer's arguments do not record {', '.join(said)}: taken from config.json and the usual way"
+    )
+    return Note("info", f"{text} of the family")
 
 
 def _pairs(config: Config) -> Iterator[tuple[str, Any, str, Any]]:
@@ -54,7 +88,7 @@ def _pairs(config: Config) -> Iterator[tuple[str, Any, str, Any]]:
         yield (*_groups(args), "num_key_value_heads", groups)
         head_dim = config.count_or_none("head_dim")
         yield "kv_channels", size(args, "kv_channels", None), "head_dim", head_dim
-    for name in _DELTA_NET:
+    for name in DELTA:
         said = config.count_or_none(name)
         yield name, None if said is None else size(args, name, None), name, said
 

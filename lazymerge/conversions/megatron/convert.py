@@ -1,4 +1,4 @@
-"""A Megatron checkpoint under the hub's names and in its layouts. No byte is read.
+"""A Megatron checkpoint under the hub's names and in its layouts. No byte of a tensor is read.
 
 Every tensor is used by one rule of the family's table, or left out with a reason, or it is an error:
 nothing is dropped because nobody knew it. Layers, experts and blocks have to be complete, as many as
@@ -15,7 +15,9 @@ from lazymerge.arrays import Array
 from lazymerge.checkpoint import Checkpoint, Copy, Note
 from lazymerge.conversions.megatron import head as heads
 from lazymerge.conversions.megatron import layouts
-from lazymerge.conversions.megatron.agree import check_agreement
+from lazymerge.conversions.megatron.agree import check_agreement, unconfirmed
+from lazymerge.conversions.megatron.behaviour import differing
+from lazymerge.conversions.megatron.beside import check_beside
 from lazymerge.conversions.megatron.complete import check_blocks, check_experts, lacking_of_layers
 from lazymerge.conversions.megatron.families import family_of, notes_on
 from lazymerge.conversions.megatron.family import Config, Family, Misfit
@@ -83,6 +85,7 @@ def convert(
     try:
         text = config.get("text_config")
         known = Config(text if isinstance(text, dict) else config, config, checkpoint.settings)
+        check_beside(checkpoint.sidecars, config)
         work = _Conversion(checkpoint.with_notes(*notes), known, family, force_shapes)
         return work.run(mapping, tied, value_model)
     except Misfit as error:  # of the config itself; those of a tensor are caught where its name is known
@@ -131,6 +134,11 @@ class _Conversion:
         for name in (*mapped, *self.left_out):
             del self.sources[name]
         renamed = heads.OUTPUT in mapped or heads.OUTPUT in self.left_out
+        if renamed and tied:
+            raise PlanError(
+                f"{heads.OUTPUT}: --param-mapping says what becomes of it, and --tie-word-embedding too",
+                f"leave out one; --tie-word-embedding alone writes no output layer and sets {heads.FLAG}",
+            )
         head = heads.Head() if renamed else self._head(tied, value_model)
         for name, new in head.names.items():
             self._make(new, self.sources.pop(name), name)
@@ -144,7 +152,8 @@ class _Conversion:
         check_experts(matches, self.config, by_hand)
         for job in _jobs(matches.items()):
             self._apply(job)
-        check_mtp(self.checkpoint.gathers, matches, self.made, self.table, self.config)
+        mapped_away = self.left_out.keys() - head.left_out.keys()
+        check_mtp(self.checkpoint.gathers, matches, self.made, self.table, self.config, mapped_away)
         notes = (*head.notes, *self.notes, *self._notes(matches.values()))
         made = self.checkpoint.with_gathers(self.made, *notes, left_out=self.left_out)
         changes = dict(head.changes)
@@ -297,31 +306,14 @@ class _Conversion:
         copies, became = self.checkpoint.copies, self.became
         return lambda: (copy._replace(name=became.get(copy.name, copy.name)) for copy in copies())
 
-    def _heads(self) -> str:
-        """The numbers of heads that the order of rows rests on, which shapes alone do not tell."""
-        said = [
-            f"{name} = {count}"
-            for part, names in (
-                (self.config.hf, (*layouts.HEADS, *layouts.DELTA)),
-                (self.config.vision, ("num_heads",)),
-            )
-            for name in names
-            if isinstance(count := part.get(name), int)
-        ]
-        return f" ({', '.join(said)})" if said else ""
-
     def _notes(self, matches: Collection[Match]) -> list[Note]:
         notes = []
         if self.shifted:
             text = f"{self.shifted} norms are stored centred at zero on one side: 1 is added or taken away"
             notes.append(Note("info", text))
-        if not self.config.megatron:
-            text = (
-                "the trainer's arguments are not recorded: that norms are not centred, and the order of heads"
-                f" and rotary dimensions, are taken from config.json{self._heads()} and the usual way of the"
-                " family"
-            )
-            notes.append(Note("info", text))
+        tower = any(match.rule.layout is layouts.vision_qkv for match in matches)
+        note = unconfirmed(self.config, tower=tower)
+        notes += [*([] if note is None else [note]), *differing(self.config)]
         if self.config.whole.get(_QUANTIZED) is not None:
             text = f"config.json's {_QUANTIZED} is left out: the weights are not quantised"
             notes.append(Note("info", text))

@@ -16,6 +16,8 @@ FLAG = "tie_word_embeddings"
 _VALUE_ARCHITECTURES = ("ForTokenClassification", "ForSequenceClassification")
 _BIAS = "token_classification_bias"
 _MOST_LABELS = 1 << 16
+_HEED_TEXT = ("qwen2_5_vl",)
+"""Models whose class in transformers 5 ties by a flag of text_config too; others ignore it there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +107,10 @@ def output_head(
     to agree; `InconsistentCheckpoint`, with the three, if they do not. `copied` says that the files have one
     which was taken for a copy of the embedding, as the arguments say.
     """
-    by_config, stated = _tied_by_config(config, family)
+    by_files = not output_there
+    by_config, stated = _tied_by_config(config, family, by_files)
     untied = config.megatron.get("untie_embeddings_and_output_weights")
     by_trainer = None if not isinstance(untied, bool) else not untied
-    by_files = not output_there
     if not tied and not (by_config == by_files and by_trainer in {None, by_files}):
         raise InconsistentCheckpoint(
             f"{OUTPUT}: {FLAG} is {str(by_config).lower()}{'' if stated else ' by default'} in config.json,"
@@ -129,12 +131,16 @@ def output_head(
     )
 
 
-def _tied_by_config(config: Config, family: Family) -> tuple[bool, bool]:
-    """(Whether the config ties the output layer, whether it says so itself)."""
+def _tied_by_config(config: Config, family: Family, by_files: bool) -> tuple[bool, bool]:
+    """(Whether the config ties the output layer, whether it says so itself).
+
+    A flag of text_config alone that the class ignores says nothing: then it is as the files have it.
+    """
     for part in (config.whole, config.hf):
         flag = part.get(FLAG)
         if isinstance(flag, bool):
-            return flag, True
+            heeded = part is config.whole or family.tied or config.whole.get("model_type") in _HEED_TEXT
+            return (flag if heeded else by_files), True
         if flag is not None:
             raise PlanError(f"config.json: {FLAG} is {flag!r:.60}, expected true or false", "mend it")
     return family.tied, False

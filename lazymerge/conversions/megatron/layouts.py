@@ -216,19 +216,19 @@ def interleaved(config: Config, experts: Sequence[torch.Tensor]) -> torch.Tensor
 @moves
 def norm(config: Config, weight: torch.Tensor) -> torch.Tensor:
     """A norm that the hub stores as it is, and so does Megatron unless it was told to centre them."""
-    return weight + 1 if _centred(config) else weight
+    return weight + 1 if is_centred(config) else weight
 
 
 @moves
 def centred_norm(config: Config, weight: torch.Tensor) -> torch.Tensor:
     """A norm that both store as w - 1 (Gemma, Qwen3-Next), unless Megatron was told not to."""
-    return weight - 1 if _centred(config) is False else weight
+    return weight - 1 if is_centred(config) is False else weight
 
 
 @moves
 def uncentred_norm(config: Config, weight: torch.Tensor) -> torch.Tensor:
     """A norm that the hub stores as it is in a model whose norms Megatron centres."""
-    return weight if _centred(config) is False else weight + 1
+    return weight if is_centred(config) is False else weight + 1
 
 
 _CENTRED_FIELD = "layernorm_zero_centered_gamma"
@@ -236,7 +236,7 @@ NORMS = (norm, centred_norm, uncentred_norm)
 """The layouts that may compute something; all others move elements."""
 
 
-def _centred(config: Config) -> bool | None:
+def is_centred(config: Config) -> bool | None:
     """Whether Megatron stored norms as w - 1; None where its settings do not say.
 
     Megatron-LM hands its argument on to the field of the class, so that the argument goes before a field

@@ -9,12 +9,12 @@ mtp.layers.K.transformer_layer.<...>          a layer of the kind of the decoder
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from lazymerge.boxes import Shape
 from lazymerge.conversions.megatron.family import Config
 from lazymerge.conversions.megatron.table import Table
-from lazymerge.errors import IncompleteCheckpoint, InconsistentCheckpoint
+from lazymerge.errors import IncompleteCheckpoint, InconsistentCheckpoint, PlanError
 from lazymerge.gather import Gather
 
 _LAYER = re.compile(r"(mtp\.layers\.[0-9]+\.)")
@@ -31,12 +31,14 @@ def check_mtp(
     made: Mapping[str, Gather],
     table: Table,
     config: Config,
+    left_out: Collection[str],
 ) -> None:
     """Raise `IncompleteCheckpoint` for a part of an MTP layer that is not there, `InconsistentCheckpoint` for
-    one of another shape.
+    one of another shape, `PlanError` where a mapping leaves out a part alone.
 
     `sources` are all tensors by canonical name, `used` those that the table puts somewhere (a mapping may say
-    something else of others), `made` what became of them by the hub's name.
+    something else of others), `made` what became of them by the hub's name, `left_out` what a mapping
+    leaves out.
     """
     prefixes = dict.fromkeys(match[1] for name in used if (match := _LAYER.match(name)) is not None)
     if not prefixes:
@@ -44,6 +46,7 @@ def check_mtp(
     last = f"decoder.layers.{config.layers - 1}."
     expected = _of_layer(last, sources, table, config)
     for prefix in prefixes:
+        _refuse_rest(prefix, used, left_out, table)
         _check_parts(prefix, sources, config)
         inner = f"{prefix}transformer_layer."
         found = _of_layer(inner, sources, table, config)
@@ -61,6 +64,18 @@ def check_mtp(
                     f" {full} has",
                     "the files do not belong together, or were changed; copy the checkpoint again",
                 )
+
+
+def _refuse_rest(prefix: str, used: Iterable[str], left_out: Collection[str], table: Table) -> None:
+    """Refuse a layer of which a mapping leaves out what the table would use, and keeps the rest."""
+    known = (table.find(name) for name in left_out if name.startswith(prefix))
+    if any(match is not None and not match.rule.dropped for match in known):
+        rest = [name for name in used if name.startswith(prefix)]
+        raise PlanError(
+            f"{prefix[:-1]}: --param-mapping leaves out a part of this MTP layer, not {rest[0]}"
+            f" ({len(rest)} tensors are left)",
+            "leave out all of the layer, with a --param-mapping NAME: for each number of parts of a name",
+        )
 
 
 def _of_layer(

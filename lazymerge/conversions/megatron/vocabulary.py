@@ -81,7 +81,7 @@ def _is_padding(rows: int, wanted: int, config: Config) -> bool:
     if padded is not None and padded != rows:
         return False
     if padded == rows or ranks is None:  # padded once, for the ranks that it was begun with
-        sizes = [2**power for power in range(_MOST_TENSOR_PARALLEL.bit_length())]
+        sizes = [2**power for power in range(_MOST_TENSOR_PARALLEL.bit_length())] + [ranks or 1]
     else:
         sizes = [ranks]
     return any(rows % (divisor * size) == 0 and rows - wanted < divisor * size for size in sizes)

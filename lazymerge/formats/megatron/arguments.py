@@ -4,30 +4,38 @@
     common_state/shard_0_1   an object of the checkpoint: a list that holds the same (mcore 0.19 on)
     args                     an object of the checkpoint (torch_dcp)
     run_config.yaml          where Megatron-Bridge wrote it
-    nowhere                  verl
+    transformer_config.json  beside dist_ckpt/, or model/ that holds it: verl, if it saves `extra`
+    nowhere                  verl otherwise
 
 ``metadata.json`` says whether there has to be a common.pt: it names a ``common_backend`` then.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 from lazymerge.errors import DamagedFile, IncompleteCheckpoint
 from lazymerge.files.inert_pickle import Record
+from lazymerge.files.json_text import read_object
 from lazymerge.files.local import LocalFile, refuse_no_file
 from lazymerge.files.torch_file import read_torch_file
 from lazymerge.formats.dcp import DcpFolder
 from lazymerge.formats.megatron.found import Found
-from lazymerge.formats.megatron.settings import plain_number, read_run_config, settings_of
+from lazymerge.formats.megatron.settings import (
+    plain_number,
+    read_run_config,
+    read_transformer_config,
+    settings_of,
+)
 from lazymerge.formats.zarr import ZarrFolder
 
 COMMON = "common.pt"
 RUN_CONFIG = "run_config.yaml"
+TRANSFORMER_CONFIG = "transformer_config.json"
 BACKEND = "metadata.json"
+LEAF = "dist_ckpt"  # the folder that verl saves with Megatron
 _MAX_BACKEND = 1 << 16  # bytes; usual are 116
 _COMMON_OBJECT = "common_state/shard_0_1"
 _ARGS_OBJECT = "args"
@@ -53,10 +61,21 @@ def read_arguments(folder: Path, store: DcpFolder | ZarrFolder, found: Found) ->
                 return settings_of(args)
         if _ARGS_OBJECT in store.objects:
             return settings_of(store.load_object(_ARGS_OBJECT))
-    if not os.path.lexists(folder / RUN_CONFIG):
-        return {}
-    refuse_no_file(folder / RUN_CONFIG)
-    return read_run_config(folder / RUN_CONFIG)
+    for path in (folder / RUN_CONFIG, *(each / TRANSFORMER_CONFIG for each in _of_verl(folder))):
+        if os.path.lexists(path):
+            refuse_no_file(path)
+            found.files.append(LocalFile(path))
+            read = read_run_config if path.name == RUN_CONFIG else read_transformer_config
+            return read(found.files[-1])
+    return {}
+
+
+def _of_verl(folder: Path) -> list[Path]:
+    """The folders above dist_ckpt/ where verl may have left its config: one more from 0.9 on."""
+    above = Path(os.path.abspath(folder))  # "." has no parent
+    if above.name != LEAF:
+        return []
+    return [above.parent, *([above.parent.parent] if above.parent.name == "model" else [])]
 
 
 def _has_common(folder: Path) -> bool:
@@ -88,11 +107,9 @@ def _backend(folder: Path) -> dict[str, Any]:
     if not os.path.lexists(folder / BACKEND):
         return {}
     refuse_no_file(folder / BACKEND)
-    file = LocalFile(folder / BACKEND)
     try:
-        backend = json.loads(file.read(0, min(file.size, _MAX_BACKEND)))
-    except (ValueError, RecursionError):
-        backend = None
-    if not isinstance(backend, dict):
-        raise DamagedFile(f"{file.name}: no JSON object that says how it was saved", "copy it again")
-    return backend
+        return read_object(LocalFile(folder / BACKEND), _MAX_BACKEND)
+    except ValueError as error:
+        raise DamagedFile(
+            f"{folder / BACKEND}: does not say how it was saved ({error})", "copy it again"
+        ) from None

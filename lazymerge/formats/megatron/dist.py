@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from lazymerge.gather import Gather, cat
 
 _GATED_HALF = re.compile(r"\.linear_fc1\.(?:weight|bias)_[wv]$")
 _EXPERT_FC1 = re.compile(r"\.local_experts\.[0-9]+\.linear_fc1\.(?:weight|bias)$")
+_OF_A_MODULE = re.compile(r"(?<!\.experts)\.experts\.(local_experts\.|linear_fc1\.)")  # names of modules
 _RANK = re.compile(r"__([0-9]{1,7})_[0-9]+\.distcp")
 _MESH = (
     ("tp", "tensor_model_parallel_size"),
@@ -70,7 +71,7 @@ def read_dist(folder: Path) -> Found:
                 )
             origins[name] = key
             found.gathers[name] = gather
-    found.gathers = _deinterleaved(_joined(found.gathers), found.settings)
+    found.gathers = _deinterleaved(_joined(found.gathers), found.settings, origins)
     check_told(folder, found.gathers, found.settings)
     found.files += store.files
     return found
@@ -174,11 +175,15 @@ def _joined(gathers: dict[str, Gather]) -> dict[str, Gather]:
     return joined
 
 
-def _deinterleaved(gathers: dict[str, Gather], settings: dict[str, Any]) -> dict[str, Gather]:
+def _deinterleaved(
+    gathers: dict[str, Gather], settings: dict[str, Any], origins: Mapping[str, str]
+) -> dict[str, Gather]:
     """The gathers, with [gate; up] in the experts' first layer where blocks of both were alternating.
 
     Kernels of mcore 0.17 on want blocks of `moe_mlp_glu_interleave_size` rows in turn. Each tensor
-    parallel rank has its own, and saves the halves of it as if they were gate and up.
+    parallel rank has its own, and saves the halves of it as if they were gate and up. Experts that are
+    modules of their own (SequentialMLP) have nothing of it, whatever the setting. `origins` are the names
+    in the files.
     """
     if is_gated(settings) is False:
         return gathers
@@ -194,6 +199,29 @@ def _deinterleaved(gathers: dict[str, Gather], settings: dict[str, Any]) -> dict
     tensor_ranks = size(settings, "tensor_model_parallel_size", 1)
     ranks = size(settings, "expert_tensor_parallel_size", tensor_ranks) or 1
     return {
-        name: without_interleave(name, gather, block, ranks) if _EXPERT_FC1.search(name) else gather
+        name: without_interleave(name, gather, block, ranks)
+        if _EXPERT_FC1.search(name) and _is_grouped(origins.get(name) or origins[name + HALVES[0]], settings)
+        else gather
         for name, gather in gathers.items()
     }
+
+
+def _is_grouped(key: str, settings: Mapping[str, Any]) -> bool:
+    """Whether the experts under a stored name were one grouped layer.
+
+    Names of modules say so. The keys of torch_dist and zarr are alike for both, so that it takes the
+    arguments: Megatron groups experts by `moe_grouped_gemm`, but never in its own (`local`) layers.
+    """
+    module = _OF_A_MODULE.search(key)
+    if module is not None:
+        return module[1] == "linear_fc1."
+    grouped = settings.get("moe_grouped_gemm")
+    if grouped is False or settings.get("transformer_impl") == "local":
+        return False
+    if grouped is not True:
+        raise UnsupportedCheckpoint(
+            f"{key}: moe_mlp_glu_interleave_size is set, which grouped experts follow and others do not, and"
+            f" which they are is not recorded (moe_grouped_gemm is {str(grouped)[:50]!r})",
+            "export the checkpoint with the Megatron-Bridge that it was trained with",
+        )
+    return True

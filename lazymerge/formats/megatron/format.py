@@ -18,7 +18,7 @@ from lazymerge.checkpoint import Checkpoint, Note
 from lazymerge.errors import AmbiguousCheckpoint, IncompleteCheckpoint, NotACheckpoint
 from lazymerge.files.local import LocalFile
 from lazymerge.formats.dcp import METADATA, holds_dcp
-from lazymerge.formats.megatron.arguments import BACKEND, COMMON, RUN_CONFIG
+from lazymerge.formats.megatron.arguments import BACKEND, COMMON, LEAF, RUN_CONFIG
 from lazymerge.formats.megatron.dist import read_dist
 from lazymerge.formats.megatron.found import Found
 from lazymerge.formats.megatron.grid import FILE, rank_folder_of
@@ -29,10 +29,9 @@ from lazymerge.formats.zarr import holds_zarr
 _PARTS = (METADATA, BACKEND, COMMON, RUN_CONFIG)
 _STEP = re.compile(r"iter_([0-9]{1,18})")
 _WHOLE_NUMBERS = ("int", "uint", "bool")
-_LEAF = "dist_ckpt"
 _SEARCHED = 16 << 20  # bytes of .metadata; names come first in it
 _MARKS = (b"decoder.layers.", b"embedding.word_embeddings.")
-_OPTIMIZER = Path("optimizer") / _LEAF
+_OPTIMIZER = Path("optimizer") / LEAF
 
 
 class MegatronFormat:
@@ -123,7 +122,7 @@ def _refuse_two_layouts(folder: Path) -> None:
 
 def _is_without_model(path: Path) -> bool:
     """Whether it is what verl saves where the weights are in Hugging Face's form already."""
-    return (path / _OPTIMIZER).is_dir() and not (path / "model" / _LEAF).is_dir()
+    return (path / _OPTIMIZER).is_dir() and not (path / "model" / LEAF).is_dir()
 
 
 def _mentions_megatron(metadata: Path) -> bool:
@@ -153,8 +152,8 @@ def _doubts(folder: Path, found: Found) -> Iterator[Note]:
 
 def _sidecars(folder: Path, options: OpenOptions) -> tuple[Path, ...]:
     """Where config and tokenizer may be: huggingface/ beside dist_ckpt/, the folder itself, the run's."""
-    beside = [folder.parent / "huggingface"] if folder.name == _LEAF else []
-    run = [] if folder.name == _LEAF else [folder.parent]
+    beside = [folder.parent / "huggingface"] if folder.name == LEAF else []
+    run = [] if folder.name == LEAF else [folder.parent]
     first = [options.hf_config] if options.hf_config else []
     known = [*first, *beside, *sidecar_folders([folder], options), *run]
     return tuple(dict.fromkeys(each for each in known if each.is_dir()))

@@ -77,7 +77,7 @@ def read_ranks(folder: Path) -> Found:
             tuple(range(len(files))),
             tuple(axis for axis in (("tp", sizes.tp), ("pp", sizes.pp), ("ep", sizes.ep)) if axis[1] > 1),
         ),
-        notes=[*notes[:1], *([] if settings else [_no_arguments(folder, sizes)])],
+        notes=[*notes[:1], *_doubts(folder, sizes, len(files), known=known, told=bool(settings))],
         left_out=model.left_out,
         copies=model.copies,
         files=[file.file for file in files.values()],
@@ -281,9 +281,12 @@ def _refusing(error: Unjoined) -> Callable[[], Iterable[Piece]]:
     return pieces
 
 
-def _no_arguments(folder: Path, sizes: Sizes) -> Note:
-    return Note(
-        "warning",
-        f"{folder}: no `args` in the files: taking the {sizes.tp} tensor, {sizes.pp} pipeline and {sizes.ep}"
-        " expert ranks whose folders are here for all there are",
-    )
+def _doubts(folder: Path, sizes: Sizes, count: int, *, known: bool, told: bool) -> Iterator[Note]:
+    """What is taken from the folders' names alone, of as many files."""
+    if not told:
+        text = f"{folder}: no `args` in the files: taking the {sizes.tp} tensor, {sizes.pp} pipeline and"
+        text += f" {sizes.ep} expert ranks whose folders are here for all there are, and none for renamed"
+        yield Note("warning", text)
+    elif count > 1 and not known:
+        text = f"{folder}: no file says which rank wrote it (args.rank): that none of the {count} folders was"
+        yield Note("warning", f"{text} renamed is taken for granted")

@@ -8,6 +8,9 @@ Megatron-LM saves its `args`, an ``argparse.Namespace``, in the checkpoint. Mega
     params_dtype: {_target_: torch.bfloat16, _call_: false}
     attention_backend: {_target_: ...AttnBackend, _call_: true, _args_: [5], _name_: auto}
 
+verl writes the fields of that class that are no functions to ``transformer_config.json``, as
+``{"num_moe_experts": 64, "params_dtype": "torch.bfloat16", "attention_backend": "AttnBackend.flash"}``.
+
 Where the config class calls a thing by another name than the arguments do, the value comes under
 both. Several arguments say whether a feed-forward is gated: `is_gated` knows them.
 """
@@ -21,6 +24,7 @@ from typing import Any
 from lazymerge.errors import DamagedFile, UnsupportedCheckpoint
 from lazymerge.files.dtype import DTYPES, DType
 from lazymerge.files.inert_pickle import Global, Record
+from lazymerge.files.json_text import read_object
 from lazymerge.files.local import LocalFile
 
 MAX_RUN_CONFIG = 1 << 20
@@ -69,12 +73,12 @@ def settings_of(value: object) -> dict[str, Any]:
     return _with_arguments({name: item for name, item in settings.items() if item is not _OTHER})
 
 
-def read_run_config(path: Path) -> dict[str, Any]:
+def read_run_config(file: LocalFile) -> dict[str, Any]:
     """The model's settings in Megatron-Bridge's ``run_config.yaml``, by the names that Megatron-LM has.
 
     Raises `DamagedFile` for what is no YAML and `UnsupportedCheckpoint` for one without a model.
     """
-    file = LocalFile(path)
+    path = file.path
     if file.size > MAX_RUN_CONFIG:
         raise UnsupportedCheckpoint(
             f"{path}: {file.size} bytes, where {MAX_RUN_CONFIG} are read at most",
@@ -122,8 +126,32 @@ def read_run_config(path: Path) -> dict[str, Any]:
             f"{path}: holds no section `model`",
             "check that it is the run_config.yaml that Megatron-Bridge wrote",
         )
-    settings = settings_of(model)
+    settings = _of_class(model)
     settings.update(_activation(model, settings))
+    return settings
+
+
+def read_transformer_config(file: LocalFile) -> dict[str, Any]:
+    """The model's settings in verl's ``transformer_config.json``, by the names that Megatron-LM has.
+
+    Raises `DamagedFile` for what is no JSON object, or is larger than any.
+    """
+    try:
+        config = read_object(file, MAX_RUN_CONFIG)
+    except ValueError as error:
+        raise DamagedFile(
+            f"{file.path}: not the JSON that verl writes ({error})",
+            "copy it again, or move it away: then config.json alone says how the tensors are laid out",
+        ) from None
+    return _of_class(config)
+
+
+def _of_class(config: dict[Any, Any]) -> dict[str, Any]:
+    """The settings that a config class holds."""
+    settings = settings_of(config)
+    for name, value in settings.items():
+        if isinstance(value, str) and value.removeprefix("torch.") in DTYPES:
+            settings[name] = value.removeprefix("torch.")
     if "num_query_groups" in settings:  # the class has None where every head has a group of its own
         settings["group_query_attention"] = settings["num_query_groups"] is not None
     return settings

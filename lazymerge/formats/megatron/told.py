@@ -9,6 +9,7 @@ would do so in silence, and do not differ in one size only.
     moe_ffn_hidden_size                   those of an expert's, ffn_hidden_size where it is not said
     moe_shared_expert_intermediate_size   those of the shared experts'
     multi_latent_attention                linear_kv_down_proj and linear_kv_up_proj, or linear_qkv
+    swiglu, gated_linear_unit, ...        as many rows of linear_fc1 as linear_fc2 has columns, or twice
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 from lazymerge.errors import IncompleteCheckpoint, InconsistentCheckpoint
 from lazymerge.formats.megatron.experts import expert_count
 from lazymerge.formats.megatron.grid import size
+from lazymerge.formats.megatron.settings import is_gated
 from lazymerge.gather import Gather
 
 _LAYER = re.compile(r"decoder\.layers\.([0-9]+)\.")
@@ -35,7 +37,7 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 _FLAGS = (
     *("swiglu", "quick_geglu", "gated_linear_unit", "apply_layernorm_1p", "layernorm_zero_centered_gamma"),
     *("rotary_interleaved", "multi_latent_attention", "group_query_attention", "moe_extended_tp"),
-    "untie_embeddings_and_output_weights",
+    *("untie_embeddings_and_output_weights", "moe_grouped_gemm"),
 )
 _EACH_LAYER_ITS_OWN = ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")
 _ANOTHER = "the arguments are those of another model, or files of the checkpoint are missing or were changed"
@@ -54,6 +56,7 @@ def check_told(folder: Path, gathers: Mapping[str, Gather], settings: Mapping[st
     _check_layers(folder, gathers, size(settings, "num_layers", None))
     _check_experts(gathers, settings)
     _check_attention(gathers, settings.get("multi_latent_attention"))
+    _check_gated(gathers, is_gated(settings))
     embedding = gathers.get(_EMBEDDING)
     if embedding is not None and len(embedding.shape) == 2:
         _check_columns(_EMBEDDING, embedding, settings, "hidden_size")
@@ -98,6 +101,21 @@ def _check_attention(gathers: Mapping[str, Gather], latent: bool | None) -> None
         match = _ATTENTION.match(name)
         if match is not None and latent is not None and (match[1] is not None) != latent:
             raise InconsistentCheckpoint(f"{name}: args say multi_latent_attention = {latent}", _ANOTHER)
+
+
+def _check_gated(gathers: Mapping[str, Gather], gated: bool | None) -> None:
+    for name, gather in gathers.items() if gated is not None else ():
+        if _FC2.fullmatch(name) is None or len(gather.shape) != 2:
+            continue
+        fc1 = gathers.get(name.replace(".linear_fc2.", ".linear_fc1."))
+        other = gather.shape[1] * (1 if gated else 2)
+        if fc1 is not None and fc1.shape[:1] == (other,):
+            raise InconsistentCheckpoint(
+                f"{name}: of shape {gather.shape}, with linear_fc1 of {other} rows:"
+                f" {'one projection' if gated else 'gate and up'}, where args say"
+                f" {'gated' if gated else 'not gated'} (swiglu, gated_linear_unit, quick_geglu)",
+                _ANOTHER,
+            )
 
 
 def _check_columns(name: str, gather: Gather, settings: Mapping[str, Any], argument: str) -> None:

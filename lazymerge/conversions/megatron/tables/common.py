@@ -107,3 +107,14 @@ def mtp(layer: tuple[Rule, ...]) -> tuple[Rule, ...]:
             *under("transformer_layer.", "", layer),
         ),
     )
+
+
+def qwen_mtp(layer: tuple[Rule, ...], norm: Layout = layouts.norm) -> tuple[Rule, ...]:
+    """Multi-token prediction as Qwen has it from 3 on: layers of their own behind one projection."""
+    return (
+        Rule("mtp.layers.0.enorm.weight", "mtp.pre_fc_norm_embedding.weight", norm),
+        Rule("mtp.layers.0.hnorm.weight", "mtp.pre_fc_norm_hidden.weight", norm),
+        Rule("mtp.layers.0.eh_proj.weight", "mtp.fc.weight"),
+        Rule("mtp.layers.0.final_layernorm.weight", "mtp.norm.weight", norm),
+        *under("mtp.layers.{K}.transformer_layer.", "mtp.layers.{K}.", layer),
+    )

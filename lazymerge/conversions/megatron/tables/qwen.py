@@ -13,6 +13,7 @@ from lazymerge.conversions.megatron.tables.common import (
     decoder,
     layer_norms,
     qk_norms,
+    qwen_mtp,
 )
 
 QWEN2_LAYER = ATTENTION + MLP + layer_norms()
@@ -20,7 +21,7 @@ QWEN3_LAYER = QWEN2_LAYER + qk_norms()
 _MOE = EXPERTS + ROUTER
 
 QWEN2 = Family("qwen2", ("qwen2",), decoder(QWEN2_LAYER))
-QWEN3 = Family("qwen3", ("qwen3",), decoder(QWEN3_LAYER))
+QWEN3 = Family("qwen3", ("qwen3",), decoder(QWEN3_LAYER) + qwen_mtp(QWEN3_LAYER))
 QWEN2_MOE = Family("qwen2_moe", ("qwen2_moe",), decoder(QWEN2_LAYER + _MOE + SHARED_EXPERT))
 QWEN3_MOE = Family("qwen3_moe", ("qwen3_moe",), decoder(QWEN3_LAYER + _MOE))
 

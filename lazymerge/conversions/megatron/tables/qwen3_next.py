@@ -7,7 +7,7 @@ centre.
 from __future__ import annotations
 
 from lazymerge.conversions.megatron import layouts
-from lazymerge.conversions.megatron.family import Family, Rule, under
+from lazymerge.conversions.megatron.family import Family, Rule
 from lazymerge.conversions.megatron.tables.common import (
     EXPERTS,
     MLP,
@@ -17,6 +17,7 @@ from lazymerge.conversions.megatron.tables.common import (
     decoder,
     layer_norms,
     qk_norms,
+    qwen_mtp,
 )
 
 _ATTENTION = (
@@ -57,12 +58,6 @@ _LAYER = (
     *SHARED_EXPERT,
 )
 
-_MTP = (
-    Rule("mtp.layers.0.enorm.weight", "mtp.pre_fc_norm_embedding.weight", layouts.centred_norm),
-    Rule("mtp.layers.0.hnorm.weight", "mtp.pre_fc_norm_hidden.weight", layouts.centred_norm),
-    Rule("mtp.layers.0.eh_proj.weight", "mtp.fc.weight"),
-    Rule("mtp.layers.0.final_layernorm.weight", "mtp.norm.weight", layouts.centred_norm),
-    *under("mtp.layers.{K}.transformer_layer.", "mtp.layers.{K}.", _LAYER),
-)
+_MTP = qwen_mtp(_LAYER, layouts.centred_norm)
 
 QWEN3_NEXT = Family("qwen3_next", ("qwen3_next",), decoder(_LAYER, norm=layouts.centred_norm) + _MTP)
