@@ -37,7 +37,7 @@ from lazymerge.errors import (
 from lazymerge.files.local import LocalFile
 from lazymerge.files.torch_file import read_torch_file
 from lazymerge.formats.dcp import DcpFolder, holds_dcp, read_dcp
-from lazymerge.formats.stacks import Budget
+from lazymerge.formats.stacks import Allowance
 from lazymerge.tiling import check
 from tests.checks import assert_same_tensors
 from tests.makers.dcp_folders import edited, save_dcp
@@ -542,7 +542,7 @@ def test_one_list_of_chunks_for_many_tensors(tmp_path):
 
 
 def test_all_stacks_have_one_budget(tmp_path, monkeypatch):
-    monkeypatch.setattr(Budget.__init__, "__defaults__", (10,))
+    monkeypatch.setattr(Allowance.__init__, "__defaults__", (10,))
     state = {name: torch.arange(16).view(8, 2) for name in ("a", "b")}
     folder = read_dcp(save_dcp(tmp_path / "stacks", state))
     assert len(folder.unstacked("a", 0)) == 1

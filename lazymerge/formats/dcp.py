@@ -31,7 +31,7 @@ from lazymerge.files.region import Region, contiguous_strides
 from lazymerge.formats.dcp_distinct import check_distinct
 from lazymerge.formats.dcp_metadata import Place, TensorEntry, read_metadata
 from lazymerge.formats.dcp_records import Records, read_object
-from lazymerge.formats.stacks import Budget, Index, unstack
+from lazymerge.formats.stacks import Allowance, Index, unstack
 from lazymerge.gather import Gather
 
 METADATA = ".metadata"
@@ -111,7 +111,7 @@ class DcpFolder:
     def __init__(self, folder: Path, wanted: Callable[[str], bool]) -> None:
         self.folder = folder
         self._pool = Descriptors()
-        self._stacks = Budget()
+        self._stacks = Allowance()
         self._metadata_file = LocalFile(folder / METADATA, self._pool)
         metadata = read_metadata(self._metadata_file, wanted)
         self._opened: dict[str, LocalFile] = {}

@@ -24,7 +24,7 @@ MAX_STACK = 1 << 19
 Index = tuple[int, ...]
 
 
-class Budget:
+class Allowance:
     """How many tensors may still come out of the stacks of a checkpoint: a few bytes can claim any number."""
 
     def __init__(self, limit: int = MAX_STACK) -> None:
@@ -92,10 +92,10 @@ def check_boxes(name: str, shape: Shape, boxes: Sequence[Box]) -> None:
         )
 
 
-def unstack(name: str, tensor: Chunked, axes: int, budget: Budget) -> dict[Index, Gather]:
+def unstack(name: str, tensor: Chunked, axes: int, allowance: Allowance) -> dict[Index, Gather]:
     """The tensors at every index of the first `axes` axes, which they do not have any more.
 
-    With no axes that is the whole tensor, at the index (). `budget` is that of all stacks together. Raises
+    With no axes that is the whole tensor, at the index (). `allowance` is that of all stacks together. Raises
     `UnsupportedCheckpoint` for more than it has, a tensor that has no such axes, or a stack of nothing.
     """
     sizes = tensor.shape[:axes]
@@ -106,10 +106,10 @@ def unstack(name: str, tensor: Chunked, axes: int, budget: Budget) -> dict[Index
             "the checkpoint is damaged, or written by something unknown; please report it",
         )
     if axes:
-        budget.take(name, math.prod(sizes))
+        allowance.take(name, math.prod(sizes))
     members: dict[Index, list[int]] = {index: [] for index in product(*map(range, sizes))}
     for chunk, box in enumerate(tensor.boxes):
-        budget.take(name, math.prod(box.shape[:axes]) - 1)
+        allowance.take(name, math.prod(box.shape[:axes]) - 1)
         spans = zip(box.start[:axes], box.shape[:axes], strict=True)
         for index in product(*(range(at, at + size) for at, size in spans)):
             members[index].append(chunk)

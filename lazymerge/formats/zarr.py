@@ -30,7 +30,7 @@ from lazymerge.files.dtype import DTYPES, DType
 from lazymerge.files.json_text import read_object
 from lazymerge.files.local import Descriptors, LocalFile, refuse_no_file
 from lazymerge.files.region import Region, contiguous_strides
-from lazymerge.formats.stacks import Budget, Index, unstack
+from lazymerge.formats.stacks import Allowance, Index, unstack
 from lazymerge.gather import Gather
 
 ARRAY = ".zarray"
@@ -73,7 +73,7 @@ class ZarrFolder:
     def __init__(self, folder: Path, wanted: Callable[[str], bool]) -> None:
         self.folder = folder
         self._pool = Descriptors()
-        self._stacks = Budget()
+        self._stacks = Allowance()
         self.tensors: dict[str, ZarrTensor] = {}
         others, objects = [], []
         for path in sorted(path for path in folder.iterdir() if path.is_dir()):

@@ -26,7 +26,7 @@ from lazymerge.files.torch_file import StoredTensor
 from lazymerge.formats.megatron.grid import Sizes, size
 from lazymerge.formats.megatron.joining import check_alike, join_fc1, without_interleave
 from lazymerge.formats.megatron.settings import is_gated
-from lazymerge.formats.stacks import Budget
+from lazymerge.formats.stacks import Allowance
 from lazymerge.gather import Gather, cat, of_region
 
 MAX_EXPERTS = 1 << 16  # of a layer; a hostile file can say any number
@@ -56,7 +56,7 @@ class Experts:
     `stacks` is what may come out of tensors of several experts, in all chunks together.
     """
 
-    def __init__(self, settings: Mapping[str, Any], sizes: Sizes, stacks: Budget) -> None:
+    def __init__(self, settings: Mapping[str, Any], sizes: Sizes, stacks: Allowance) -> None:
         self._stacks = stacks
         self._settings = settings
         self._sizes = sizes

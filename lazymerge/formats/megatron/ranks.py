@@ -39,7 +39,7 @@ from lazymerge.formats.megatron.joining import Joiner, Unjoined
 from lazymerge.formats.megatron.names import HEAD_COPY, STACKS, layer_of, with_layer
 from lazymerge.formats.megatron.rank_file import RankFile, read_rank_file
 from lazymerge.formats.megatron.told import check_told
-from lazymerge.formats.stacks import Budget
+from lazymerge.formats.stacks import Allowance
 from lazymerge.gather import Gather, Shards, of_region
 
 __all__ = ["holds_ranks", "read_ranks"]
@@ -103,7 +103,7 @@ class _Model:
         self._settings = settings
         self._sizes = sizes
         self._files = files
-        self._stacks = Budget()
+        self._stacks = Allowance()
         self._copies: list[_Copies] = []
         self._layers = {"decoder": 0, "mtp": 0}  # in the chunks before
         self._shared: dict[str, list[StoredTensor]] = {}  # embeddings and output layer: their ranks' parts
