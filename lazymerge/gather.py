@@ -17,8 +17,11 @@ exactly once is proved in lazymerge.tiling.
 from __future__ import annotations
 
 import math
+import threading
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from lazymerge.boxes import Box, Piece, Shape, cut, replaced
 from lazymerge.computation import check_effort
@@ -120,7 +123,7 @@ class Shards(Gather):
     `parts` is called each time that the pieces are wanted, so that they need not be kept.
     """
 
-    __slots__ = ("_parts",)
+    __slots__ = ("__weakref__", "_parts")
 
     def __init__(
         self,
@@ -140,10 +143,46 @@ class Shards(Gather):
         if window is None:
             yield from self._parts()
             return
-        for piece in self._parts():
+        for piece in self._near(window):
             part = cut(piece, window)
             if part is not None:
                 yield part
+
+    def _near(self, window: Box) -> Iterable[Piece]:
+        """The pieces that may be in the window; those of many are found without going through all of them."""
+        recent: WeakKeyDictionary[Shards, _Rows] = _recent.__dict__.setdefault("rows", WeakKeyDictionary())
+        rows = recent.get(self)
+        if rows is None:
+            pieces = list(self._parts())
+            if not self.shape or not _MANY <= len(pieces) <= _TOO_MANY:
+                return pieces
+            if len(recent) >= _RECENT:
+                recent.clear()
+            rows = recent[self] = _Rows(pieces)
+        return rows.near(window)
+
+
+class _Rows:
+    """Pieces in the order of their first rows."""
+
+    def __init__(self, pieces: list[Piece]) -> None:
+        self._pieces = sorted(pieces, key=lambda piece: piece.start[0])
+        self._starts = [piece.start[0] for piece in self._pieces]
+        self._longest = max(piece.region.shape[0] for piece in self._pieces)
+
+    def near(self, window: Box) -> list[Piece]:
+        """Those that may have rows of the window."""
+        low = window.start[0]
+        first = bisect_right(self._starts, low - self._longest)
+        return self._pieces[first : bisect_left(self._starts, low + window.shape[0])]
+
+
+_recent = threading.local()
+_RECENT = 4
+"""Gathers whose pieces a thread keeps while it reads one block after the other: of both sides that are
+compared, or of what a block is computed from."""
+_MANY, _TOO_MANY = 16, 4096
+"""Pieces from which on they are kept, and up to which: 4,096 of them take 2 MB."""
 
 
 class Constant:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import tracemalloc
+import weakref
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lazymerge import fill as fill_module
+from lazymerge import gather as gather_module
 from lazymerge.boxes import Box, Piece
 from lazymerge.errors import IncompleteCheckpoint, InconsistentCheckpoint
 from lazymerge.files.dtype import DTYPES
@@ -171,16 +174,33 @@ def test_chains_are_what_numpy_says(chain, block, limit, gap):
 
 
 @settings(max_examples=200, deadline=None)
-@given(chains(), st.data())
-def test_windows_are_parts_of_the_whole(chain, data):
+@given(chains(), st.data(), st.sampled_from([1, 16]))
+def test_windows_are_parts_of_the_whole(chain, data, many):
+    """Whether pieces are gone through or kept in order."""
     gather, array = chain
     sizes = [data.draw(st.integers(1, n)) for n in array.shape]
     starts = [data.draw(st.integers(0, n - size)) for n, size in zip(array.shape, sizes, strict=True)]
     window = Box(tuple(starts), tuple(sizes))
     buffer = bytearray(window.numel * 4)
-    fill(gather, window, memoryview(buffer), 64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gather_module, "_MANY", many)
+        fill(gather, window, memoryview(buffer), 64)
     expected = np.ascontiguousarray(array[window.slices])
     np.testing.assert_array_equal(np.frombuffer(bytes(buffer), np.int32).reshape(sizes), expected)
+
+
+def test_many_ranks_are_not_gone_through_for_every_block():
+    """Nor kept when the tensor is gone."""
+    array = np.arange(600 * 4).reshape(600, 4)
+    cuts = [0, *range(7, 600, 13), 600]
+    pieces = [Piece((low, 0), region_of(array[low:high])) for low, high in pairwise(cuts)]
+    calls = []
+    gather = Shards(array.shape, INT, lambda: calls.append(1) or pieces[::-1])
+    np.testing.assert_array_equal(content(gather, block=3 * 16), array)
+    assert len(calls) == 1
+    source = weakref.ref(gather)
+    del gather
+    assert source() is None
 
 
 def test_a_sparse_region_is_not_read_as_a_hull():
