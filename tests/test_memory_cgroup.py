@@ -26,7 +26,11 @@ def merge_within(limit: int, src: Path, dst: Path, **options: object) -> None:
     flags = [
         text
         for name, value in options.items()
-        for text in (f"--{name.replace('_', '-')}", str(value))
+        for text in (
+            ["--no-check"]
+            if (name, value) == ("check", False)
+            else [f"--{name.replace('_', '-')}", str(value)]
+        )
         if value is not None
     ]
     command = [sys.executable, "-m", "lazymerge", "merge", str(src), str(dst), *flags]
