@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import lazymerge
-from lazymerge.budget import Spending, default_budget, spend
+from lazymerge.budget import Spending, available, default_budget, resident, spend
 from lazymerge.checkpoint import Checkpoint, Note
 from lazymerge.claim import check_destination, claim, place_for
 from lazymerge.conversions.adapters.trained import EXTRACT, LoraOptions
@@ -279,15 +279,19 @@ def _send(folder: Path, target: Target, on_progress: OnProgress | None) -> str:
 def _spend(prepared: Prepared, budget: int, workers: int, *, compares: bool) -> Spending:
     """As `spend`, of a merge that also compares the result with what it was made of.
 
-    The error names what is enough for both.
+    No more is spent than the machine and the limits on this process leave, where that is enough. The error
+    names what is enough for both.
     """
     from lazymerge.compare import check_budget
 
     errors = []
     try:
-        spending = spend(budget, workers, prepared.plan.tensors)
-    except BudgetError as error:
-        errors.append(error)
+        spending = spend(min(budget, resident() + available()), workers, prepared.plan.tensors)
+    except BudgetError:
+        try:
+            spending = spend(budget, workers, prepared.plan.tensors)
+        except BudgetError as error:
+            errors.append(error)
     try:
         if compares:
             check_budget(prepared.checkpoint.gathers, budget)

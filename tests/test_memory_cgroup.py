@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 
 import lazymerge
 from benches import cgroups
@@ -81,3 +82,12 @@ def test_each_kind_in_little_more_than_its_floor(room, name):
     )["least"]
     merge_within(least + (32 << 20), kind.src, room / "tight", max_ram=least + (4 << 20), **kind.options)
     assert_same(room / "out", room / "tight")
+
+
+def test_more_than_the_cgroup_has_is_not_spent(room):
+    """Of a budget that is larger than the limit, which would kill the merge."""
+    torch.save({"w": torch.randn(8192, 4096).t()}, room / "model.pt")
+    merge_within(80 * 10**6, room / "model.pt", room / "out", max_ram="1GB", names="runtime", check=False)
+    with safe_open(room / "out/model.safetensors", "pt") as file:
+        result = file.get_tensor("w")
+    assert torch.equal(result, torch.load(room / "model.pt")["w"])

@@ -36,8 +36,14 @@ def failures_told(as_json: bool, debug: bool) -> Iterator[None]:
     except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
         raise  # click's own
     except MemoryError:
-        limit = MemoryError("there is not enough memory for the metadata of this checkpoint")
-        _fail(limit, str(limit), "merge where there is more, or raise the limit (ulimit, cgroup)", 2, as_json)
+        limit = MemoryError("there is not enough memory: this process may not take as much")
+        _fail(
+            limit,
+            str(limit),
+            "merge where there is more, raise the limit (ulimit, cgroup), or give a smaller --max-ram",
+            2,
+            as_json,
+        )
     except OSError as error:
         if debug:
             traceback.print_exc()
