@@ -39,6 +39,9 @@ SLACK = 6 << 20
 """Bytes for what the interpreter allocates while it works: descriptors, pieces, threads."""
 
 
+_ARENA = 1 << 20
+"""Bytes that a worker which computes has beside its buffers: its heap, what libraries keep for a thread."""
+
 DIFFERS = 2 << 20
 """Bytes by which what an interpreter has in memory differs from run to run, at most."""
 
@@ -120,7 +123,7 @@ def _of_scattered(tensor: PlannedTensor, block: int, scattered: int, kept: Mappi
     computing = [source.working_set(min(size, source.size)) for source in tensor.computed]
     own = {type(source) for source in tensor.computed}
     others = sum(nbytes for kind, nbytes in kept.items() if kind not in own)
-    return size + tensor.scratch + max(computing, default=0) + others
+    return size + tensor.scratch + max(computing, default=0) + others + (_ARENA if kept else 0)
 
 
 def _megabytes(nbytes: int) -> str:
@@ -130,7 +133,8 @@ def _megabytes(nbytes: int) -> str:
 
 def _per_worker(block: int, through: int, computed: Iterable[PlannedTensor]) -> int:
     """Bytes for a block, for what it is read through, and for computing."""
-    return block + min(block, through) + sum(_by_kind(computed, block).values())
+    kinds = _by_kind(computed, block)
+    return block + min(block, through) + sum(kinds.values()) + (_ARENA if kinds else 0)
 
 
 def _by_kind(computed: Iterable[PlannedTensor], block: int) -> dict[type, int]:
@@ -169,8 +173,13 @@ def resident() -> int:
 
 def high_water() -> int:
     """The most bytes of this process that were ever in memory (0 where the system does not say)."""
+    return _status("VmHWM")
+
+
+def _status(field: str) -> int:
+    """Bytes that the kernel tells of this process in a field of its status; 0 where it does not."""
     for line in _read(Path("/proc/self/status")).splitlines():
-        if line.startswith("VmHWM:"):
+        if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
     return 0
 
@@ -184,10 +193,10 @@ def _limits() -> Iterator[int]:
     per_cpu, cpus = os.environ.get("SLURM_MEM_PER_CPU", ""), os.environ.get("SLURM_CPUS_ON_NODE", "")
     if per_cpu.isdigit() and cpus.isdigit() and int(per_cpu) and int(cpus):
         yield int(per_cpu) * int(cpus) * 2**20 - mine
-    for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
+    for kind, field in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
         soft, _ = resource.getrlimit(kind)
         if soft != resource.RLIM_INFINITY:
-            yield soft - mine
+            yield soft - (_status(field) or mine)
 
 
 def cgroup_free(membership: Path, root: Path) -> Iterator[int]:

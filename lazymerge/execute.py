@@ -10,11 +10,11 @@ file, so that their number and order change nothing in the result.
 
 from __future__ import annotations
 
+import heapq
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import product
 
 from lazymerge.boxes import Box, Piece, Shape
 from lazymerge.errors import OutputError
@@ -155,9 +155,8 @@ def steps(tensor: PlannedTensor, block: int, scattered: int = 0) -> Iterator[Ste
         yield from _blocks(tensor, 0, gather.shape, block)
     else:
         for first, last, pieces in _groups(gather.pieces()):
-            runs = [_runs(piece, tensor) for piece in pieces]
-            if all(runs):
-                yield from sorted((run for found in runs for run in found), key=lambda run: run.at)
+            if all(run_of(piece, gather.shape)[0] for piece in pieces):
+                yield from heapq.merge(*(_runs(piece, tensor) for piece in pieces), key=lambda run: run.at)
             else:
                 yield from _blocks(tensor, first, (last - first, *gather.shape[1:]), block)
 
@@ -181,27 +180,28 @@ def _groups(pieces: Iterable[Piece]) -> Iterator[tuple[int, int, list[Piece]]]:
         yield first, last, group
 
 
-def _runs(piece: Piece, tensor: PlannedTensor) -> list[CopyRun]:
-    """The piece as runs of a file that are worth a call of the kernel; none if it is not made of such."""
+def _runs(piece: Piece, tensor: PlannedTensor) -> Iterator[CopyRun]:
+    """The runs of a file that the piece is made of, in the order of the output; made one by one."""
     region, shape, itemsize = piece.region, tensor.gather.shape, tensor.dtype.itemsize
     size, dim = run_of(piece, shape)
-    if not size or not isinstance(region.source, LocalFile):
-        return []
+    if not isinstance(region.source, LocalFile):
+        return
     steps = contiguous_strides(shape)
     start = sum(at * step for at, step in zip(piece.start, steps, strict=True))
-    runs = []
-    for index in product(*(range(n) for n in region.shape[:dim])):
+    for index in _indices(region.shape[:dim]):
         there = sum(i * stride for i, stride in zip(index, region.strides, strict=False))
         here = start + sum(i * step for i, step in zip(index, steps, strict=False))
-        runs.append(
-            CopyRun(
-                region.source,
-                region.offset + there * itemsize,
-                tensor.offset + here * itemsize,
-                size,
-            )
-        )
-    return runs
+        yield CopyRun(region.source, region.offset + there * itemsize, tensor.offset + here * itemsize, size)
+
+
+def _indices(shape: Shape) -> Iterator[Shape]:
+    """All indices in row-major order; `itertools.product` would hold every number of each range."""
+    if not shape:
+        yield ()
+        return
+    for index in range(shape[0]):
+        for rest in _indices(shape[1:]):
+            yield (index, *rest)
 
 
 def _blocks(tensor: PlannedTensor, first: int, shape: Shape, limit: int) -> Iterator[FillBlock]:

@@ -48,7 +48,10 @@ def share(units: Iterable[Unit], work: Callable[[Iterator[Unit]], None], workers
     started: list[threading.Thread] = []
     try:
         for thread in [threading.Thread(target=run) for _ in range(workers - 1)]:
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:  # no more threads under the limits on this process: fewer do
+                break
             started.append(thread)
         work(shared)
     except BaseException as error:  # an interrupt reaches this thread only

@@ -771,6 +771,16 @@ def test_a_bug_is_one_line_and_its_traceback_only_for_debug(monkeypatch: pytest.
     assert json.loads(lazymerge_cli("merge", "a", "b", "--json").stdout)["kind"] == "ZeroDivisionError"
 
 
+def test_too_little_memory_is_no_bug(monkeypatch: pytest.MonkeyPatch):
+    """torch has an error of its own for it."""
+    for error in (MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")):
+        monkeypatch.setattr(api, "merge", raising(error))
+        done = lazymerge_cli("merge", "a", "b")
+        assert done.exit_code == 2
+        assert done.stderr.startswith("error: there is not enough memory")
+        assert "smaller --max-ram" in done.stderr
+
+
 @pytest.mark.parametrize(("stop", "code"), [(KeyboardInterrupt(), 130), (failures.Terminated(), 143)])
 def test_an_interrupt_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch, stop: BaseException, code: int):
     monkeypatch.setattr(api, "merge", raising(stop))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
+import tracemalloc
 
 import pytest
 import torch
@@ -16,8 +18,11 @@ from lazymerge.execute import CopyRun, FillBlock, _joined, steps, write_tensors
 from lazymerge.files.copying import Copier
 from lazymerge.files.dtype import DTYPES
 from lazymerge.files.local import Descriptors, LocalFile
+from lazymerge.files.region import Region
+from lazymerge.gather import of_region
 from lazymerge.plan import make_plan
 from lazymerge.tensor import LazyTensor
+from lazymerge.threads import share
 
 
 @pytest.fixture
@@ -260,3 +265,28 @@ def test_a_transposed_tensor_is_read_in_long_runs(monkeypatch, tmp_path, cast):
     assert small == large
     assert many > 10_000
     assert few < 50  # 8 MB by a scratch of 256 KiB
+
+
+def test_runs_are_made_one_by_one(tmp_path):
+    """A tensor of 4 GB in 65,536 runs, of which a list would take 12 MB."""
+    path, rows, row = tmp_path / "sparse", 1 << 16, 1 << 16
+    with open(path, "wb") as file:
+        file.truncate(2 * rows * row)
+    half = Region(LocalFile(path), 0, DTYPES["uint8"], (rows, row), (2 * row, 1))
+    (tensor,) = make_plan({"w": of_region(half)}).tensors
+    tracemalloc.start()
+    try:
+        assert sum(1 for _ in _joined(steps(tensor, 1 << 20))) == rows
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_limit_on_threads_is_met_with_fewer(monkeypatch):
+    def no_more(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_more)
+    done = []
+    share(range(5), done.extend, 4)
+    assert done == [0, 1, 2, 3, 4]

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 import lazymerge
-from lazymerge import reread, verification
+from lazymerge import compare, reread, verification
 from lazymerge.errors import InconsistentCheckpoint, VerificationError
 from lazymerge.output import Destination
 from tests.checks import assert_same_model, refused, tree
@@ -183,3 +183,11 @@ def test_hundreds_of_files_where_few_may_be_open(tmp_path):
     )
     subprocess.run([sys.executable, "-c", code], check=True)
     assert len(list((tmp_path.parent / "few").glob("*.safetensors"))) == 300
+
+
+def test_what_was_merged_is_verified_in_the_least_memory_rather_than_refused(src, tmp_path, monkeypatch):
+    """The process has grown by more than was foretold."""
+    monkeypatch.setattr(compare, "check_budget", lambda gathers, max_ram: None)
+    monkeypatch.setattr(compare, "resident", lambda: 1 << 40)
+    assert lazymerge.merge(src, tmp_path / "out", verify=True, check=False).verified
+    assert (tmp_path / "out" / MANIFEST).exists()

@@ -35,7 +35,9 @@ def failures_told(as_json: bool, debug: bool) -> Iterator[None]:
         _stop(stop, as_json)
     except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
         raise  # click's own
-    except MemoryError:
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):  # torch's
+            _fail_as_bug(error, debug, as_json)
         limit = MemoryError("there is not enough memory: this process may not take as much")
         _fail(
             limit,
@@ -51,14 +53,16 @@ def failures_told(as_json: bool, debug: bool) -> Iterator[None]:
         hint = "check the path, its permissions and the disk; the same command again goes on from there"
         _fail(error, f"{where}: {error.strerror or error}", hint, 2, as_json)
     except Exception as error:
-        if debug:
-            traceback.print_exc()
-        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        more = "" if debug else "; --log-level debug shows where"
-        hint = (
-            f"this is a bug of lazymerge {__version__}: please report it with this line and the command{more}"
-        )
-        _fail(error, f"internal error: {reason}", hint, 1, as_json)
+        _fail_as_bug(error, debug, as_json)
+
+
+def _fail_as_bug(error: Exception, debug: bool, as_json: bool) -> NoReturn:
+    if debug:
+        traceback.print_exc()
+    reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    more = "" if debug else "; --log-level debug shows where"
+    hint = f"this is a bug of lazymerge {__version__}: please report it with this line and the command{more}"
+    _fail(error, f"internal error: {reason}", hint, 1, as_json)
 
 
 def _fail(error: Exception, problem: str, hint: str, exit_code: int, as_json: bool) -> NoReturn:
