@@ -72,6 +72,7 @@ def test_parameters_that_the_hub_has_elsewhere(tmp_path: Path, key: str, paramet
     merged(tmp_path, tiny(key), {"target_modules": [], "target_parameters": parameters})
 
 
+@pytest.mark.slow
 def test_of_a_class_that_the_tensors_show(tmp_path: Path) -> None:
     """config.json names none, and an adapter has the names that its tensors have when it runs."""
     merged(

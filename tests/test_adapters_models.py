@@ -114,6 +114,7 @@ def test_result_is_what_peft_saves(tmp_path: Path, out: Path, name: str) -> None
     ],
     ids=["embedding", "decoder"],
 )
+@pytest.mark.slow
 def test_tied_layers_of_bert_come_apart(tmp_path: Path, out: Path, lora: dict[str, Any]) -> None:
     base, adapter, make = made(tmp_path, bert, lora)
     report = lazymerge.merge(base, out, adapter=str(adapter))
@@ -199,6 +200,7 @@ def test_a_new_tensor_that_the_model_has_not(
 
 
 @pytest.mark.parametrize("check", [True, False])
+@pytest.mark.slow
 def test_a_head_for_which_transformers_has_no_class(tmp_path: Path, out: Path, check: bool) -> None:
     sizes = {"vocab_size": 32, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 1}
     mamba = transformers.MambaForCausalLM(transformers.MambaConfig(**sizes))

@@ -168,6 +168,7 @@ def test_into_the_folder_of_config_and_tokenizer_as_verl_documents_it(checkpoint
         assert lazymerge.open(level).format == "fsdp"
 
 
+@pytest.mark.slow
 def test_into_it_for_megatron(tmp_path: Path):
     sample = SAMPLES / "verl_te_qwen3moe_ep2_vpp"
     shutil.copytree(sample / "ckpt", tmp_path / "run")

@@ -176,6 +176,7 @@ def test_the_part_has_changed(src: Path, out: Path):
 
 
 @pytest.mark.parametrize("moment", ["replace", "unlink", "link", "fsync"])
+@pytest.mark.slow
 def test_killed_at_every_step_of_the_second(src: Path, out: Path, tmp_path: Path, moment: str):
     """The second merge is killed at its first, second, ... call of the function, and given again."""
     script = (

@@ -216,6 +216,7 @@ def vision_model(kind: str) -> tuple[torch.nn.Module, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("kind", "tied"), [("Llava", ["language_model.lm_head.weight"]), ("Qwen3VL", [])])
+@pytest.mark.slow
 def test_a_flag_in_the_text_config(source, tmp_path, kind, tied):
     """LLaVA's config hands the flag on to the whole model; Qwen3-VL's does not, and would draw the head.
 
