@@ -282,8 +282,6 @@ def _spend(prepared: Prepared, budget: int, workers: int, *, compares: bool) -> 
     No more is spent than the machine and the limits on this process leave, where that is enough. The error
     names what is enough for both.
     """
-    from lazymerge.compare import check_budget
-
     errors = []
     try:
         spending = spend(min(budget, resident() + available()), workers, prepared.plan.tensors)
@@ -294,6 +292,8 @@ def _spend(prepared: Prepared, budget: int, workers: int, *, compares: bool) -> 
             errors.append(error)
     try:
         if compares:
+            from lazymerge.compare import check_budget  # which a plain merge does not need
+
             check_budget(prepared.checkpoint.gathers, budget)
     except BudgetError as error:
         errors.append(error)
@@ -330,7 +330,7 @@ def _verify(
             destination.folder,
             [*prepared.beside, *_names(prepared.plan)],
             prepared.adapters,
-            max_ram=budget,
+            max_ram=min(budget, resident() + available()),
             workers=workers,
             on_bytes=lambda count, total, name: meter.add("verify", total, name, count),
         )

@@ -300,6 +300,12 @@ def test_a_merge_imports_torch_only_for_casts_that_need_it(
 # ---- what is printed --------------------------------------------------------------------------------------
 
 
+def test_a_merge_imports_no_verification(src: Path, tmp_path: Path):
+    code = f"import lazymerge; lazymerge.merge({str(src)!r}, {str(tmp_path / 'out')!r}, check=False)"
+    assert modules_after(code, ["lazymerge.compare", "xxhash"]) == []
+    assert "xxhash" in modules_after(code.replace("check=False", "check=False, verify=True"), ["xxhash"])
+
+
 def test_the_report_is_on_stdout_and_the_progress_on_stderr(
     src: Path, tmp_path: Path, truth: dict[str, torch.Tensor]
 ):
